@@ -1,0 +1,102 @@
+"""What a training backend does for the actor: a few verbs, each on one micro-batch or one step."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from relax.algorithms.spec import LossInputs, LossOutputs
+
+LossFn = Callable[[LossInputs], LossOutputs]
+
+
+@dataclass(frozen=True)
+class Packed:
+    """One micro-batch, ragged: `rows` samples laid end to end.
+
+    Attributes:
+        tokens: int64 [total], prompt and response of each row, row after row.
+        offsets: int64 [rows+1], where each row of `tokens` starts.
+        prompt_lengths: int64 [rows], tokens of a row before its response; at least 1.
+        fields: response-aligned columns, each [total response], rows in the same order: `loss_mask` (uint8),
+            `rollout_logprobs`, `advantages`, `reference_logprobs` (float32).
+        media: a row's media items (what omni_processor made), empty for a row without.
+    """
+
+    tokens: Tensor
+    offsets: Tensor
+    prompt_lengths: Tensor
+    fields: Mapping[str, Tensor] = field(default_factory=dict)
+    media: Sequence[Sequence[Mapping[str, Any]]] = ()
+
+    @property
+    def rows(self) -> int:
+        return len(self.prompt_lengths)
+
+    @property
+    def response_offsets(self) -> Tensor:
+        """int64 [rows+1], where each row of the response-aligned columns starts."""
+        lengths = self.offsets.diff() - self.prompt_lengths
+        return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+
+
+@dataclass(frozen=True)
+class StepStats:
+    """What an optimizer step did. `skipped` says the gradient was not finite and nothing was changed."""
+
+    grad_norm: float
+    lr: float
+    skipped: bool
+
+
+@dataclass
+class StateTree:
+    """Everything a rank needs to go on bit for bit: named tensors, and plain JSON data beside them."""
+
+    tensors: dict[str, Tensor]
+    data: dict[str, Any]
+
+
+class TrainBackend(Protocol):
+    """One rank of the trainer. Logprobs are of the temperature-scaled distribution, as the engine samples it."""
+
+    def forward(self, batch: Packed) -> Tensor:
+        """float32 [total response]: the logprob of each response token, no gradient."""
+        ...
+
+    def forward_backward(self, batch: Packed, loss: LossFn) -> LossOutputs:
+        """Accumulate the gradient of the unscaled loss sum of one micro-batch."""
+        ...
+
+    def optim_step(self, scale: float) -> StepStats:
+        """Scale the accumulated gradient once, clip, step, zero it."""
+        ...
+
+    def supervised_step(self, batch: Packed, lr: float) -> float:
+        """One step of cross-entropy on the tokens `loss_mask` marks; returns the mean loss (warm-up before RL)."""
+        ...
+
+    def tensors(self) -> Iterable[tuple[str, Tensor]]:
+        """The weights by Hugging Face name, as an engine takes them; tied weights once."""
+        ...
+
+    def state(self) -> StateTree: ...
+
+    def load_state(self, state: StateTree) -> None: ...
+
+    def export(self, folder: Path) -> None:
+        """Write a Hugging Face folder (config, weights, tokenizer) that transformers loads with the same logits."""
+        ...
+
+
+def ragged(rows: Sequence[np.ndarray | Sequence[int]], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Lay rows end to end: (values [total], offsets int64 [rows+1])."""
+    arrays = [np.asarray(row) for row in rows]
+    offsets = np.zeros(len(arrays) + 1, np.int64)
+    np.cumsum([len(a) for a in arrays], out=offsets[1:])
+    values = np.concatenate(arrays) if arrays else np.zeros(0)
+    return torch.as_tensor(values).to(dtype), torch.as_tensor(offsets)
