@@ -46,8 +46,9 @@ class InferenceEngine(Protocol):
     """One replica. All calls are safe from one event loop; computation runs in the engine's own thread."""
 
     def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[FinishedGeneration]:
-        """Generate for all requests, yielding each as it finishes. The requests of one call are admitted together and
-        in order (as slots allow), so that the same calls in the same order give the same bits."""
+        """Generate for all requests, yielding each as it finishes. The requests of one call are admitted
+        together and in order (as slots allow), so that the same calls in the same order give the same
+        bits."""
         ...
 
     async def abort(self, request_id: str) -> None:
@@ -55,8 +56,8 @@ class InferenceEngine(Protocol):
         ...
 
     async def begin_update(self, version: int, tensors: Mapping[str, Tensor]) -> None:
-        """Take a version's tensors (Hugging Face names) to be committed; serving goes on. Checks names, shapes and
-        dtypes before anything changes."""
+        """Take a version's tensors (Hugging Face names) to be committed; serving goes on. Checks names,
+        shapes and dtypes before anything changes."""
         ...
 
     async def commit_update(self, version: int) -> UpdateReport:

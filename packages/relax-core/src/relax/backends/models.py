@@ -1,0 +1,152 @@
+"""A model folder becomes a module: the one place where trainer and engine build the same network.
+
+A folder holds `config.json`, usually a tokenizer, and either safetensors or nothing, in which case the
+weights are drawn from a seed. Trainer and engine agree on names, so a tensor published under its Hugging Face
+name finds its place.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+
+ATTENTION = "sdpa"
+"""On a CPU `sdpa` beats `eager`, for one new token of 64 rows and for whole sequences alike."""
+
+
+class ModelFolderError(ValueError):
+    """A model folder that cannot be used: what is missing or does not fit, and where."""
+
+
+def load_config(folder: str | Path) -> PreTrainedConfig:
+    """Read `config.json` of a local folder; nothing is looked up on a hub.
+
+    Raises:
+        ModelFolderError: there is no such folder, no config.json in it, or a model type transformers does not
+            know.
+    """
+    folder = Path(folder)
+    if not (folder / "config.json").is_file():
+        raise ModelFolderError(
+            f"model folder {str(folder)!r} has no config.json; give a folder in Hugging Face layout, "
+            "or write a tiny one with relax.backends.tiny.write_tiny"
+        )
+    try:
+        return AutoConfig.from_pretrained(folder, local_files_only=True)
+    except (ValueError, KeyError, OSError) as error:
+        raise ModelFolderError(f"{folder / 'config.json'} cannot be read by transformers: {error}") from error
+
+
+def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
+    """The configuration of the language tower; the configuration itself for a text-only model."""
+    return config.get_text_config(decoder=True)
+
+
+def has_weights(folder: str | Path) -> bool:
+    """Whether the folder holds safetensors, in one file or indexed."""
+    return any(
+        (Path(folder) / name).is_file() for name in ("model.safetensors", "model.safetensors.index.json")
+    )
+
+
+def build_model(
+    folder: str | Path,
+    dtype: torch.dtype | str = torch.float32,
+    *,
+    weights: bool = True,
+    seed: int = 0,
+    attention: str = ATTENTION,
+) -> PreTrainedModel:
+    """Build the network of a folder, in evaluation mode, on the CPU.
+
+    Args:
+        folder: a folder in Hugging Face layout.
+        dtype: of parameters and activations; a torch dtype or its name ("float32", "bfloat16").
+        weights: load the folder's safetensors. False, or a folder without any, draws the weights from `seed`:
+            the same folder, dtype and seed give the same bits, and torch's global generator is left as it
+            was.
+        seed: see `weights`.
+        attention: transformers' attention implementation.
+
+    Raises:
+        ModelFolderError: the folder cannot be read, its type is no causal language model, or its safetensors
+            lack tensors of the model or hold foreign ones.
+    """
+    config = load_config(folder)
+    dtype = torch_dtype(dtype)
+    model_class = _model_class(config)
+    if weights and has_weights(folder):
+        model, info = model_class.from_pretrained(
+            folder,
+            config=config,
+            dtype=dtype,
+            attn_implementation=attention,
+            local_files_only=True,
+            use_safetensors=True,
+            output_loading_info=True,
+        )
+        wrong = {kind: sorted(info[kind]) for kind in ("missing_keys", "unexpected_keys") if info.get(kind)}
+        if wrong:
+            raise ModelFolderError(
+                f"safetensors in {str(folder)!r} do not fit {type(model).__name__}: {wrong}"
+            )
+    else:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            model = model_class._from_config(config, dtype=dtype, attn_implementation=attention)
+    return model.eval()
+
+
+def named_weights(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """The weights by Hugging Face name, detached and sharing memory with the model; tied weights once, by
+    first name.
+    """
+    named: dict[int, tuple[str, Tensor]] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        named.setdefault(id(tensor), (name, tensor.detach()))
+    return list(named.values())
+
+
+def torch_dtype(dtype: torch.dtype | str) -> torch.dtype:
+    """A torch dtype from itself or its name."""
+    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise ModelFolderError(
+            f"dtype {dtype!r} is no floating dtype of torch; use float32, bfloat16 or float16"
+        )
+    return found
+
+
+def _model_class(config: PreTrainedConfig) -> Any:
+    found = _CLASSES.get(config.model_type)
+    if found is not None:
+        return found()
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    )
+
+    for mapping in (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING):
+        if type(config) in mapping:
+            return mapping[type(config)]
+    raise ModelFolderError(f"model type {config.model_type!r} is no causal language model of transformers")
+
+
+def _qwen3() -> Any:
+    from transformers.models.qwen3.modeling_qwen3 import Qwen3ForCausalLM
+
+    return Qwen3ForCausalLM
+
+
+def _qwen3_vl() -> Any:
+    from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLForConditionalGeneration
+
+    return Qwen3VLForConditionalGeneration
+
+
+# The families this project tests, imported directly: the auto classes answer for the others, at the cost of a
+# wider import.
+_CLASSES: dict[str, Callable[[], Any]] = {"qwen3": _qwen3, "qwen3_vl": _qwen3_vl}

@@ -1,0 +1,216 @@
+"""Write a tiny model folder: config, tokenizer and chat template, no weights (they come from a seed).
+
+Everything is written as plain JSON, without importing torch or transformers, so that a command can make the
+model of a quick start in a fraction of a second. About 105k parameters; the tokenizer is character level over
+printable ASCII and newline, and reads any other character as "?".
+"""
+
+import json
+import string
+from pathlib import Path
+from typing import Any, Literal
+
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+Kind = Literal["qwen3", "qwen3_vl"]
+
+PAD = "<|endoftext|>"
+EOS = "<|im_end|>"
+SPECIALS = (PAD, "<|im_start|>", EOS, "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+ALPHABET = "\n" + string.digits + string.ascii_letters + string.punctuation + " "
+
+CHAT_TEMPLATE = """\
+{%- for message in messages -%}
+{{- '<|im_start|>' + message['role'] + '\\n' -}}
+{%- if message['content'] is string -%}
+{{- message['content'] -}}
+{%- else -%}
+{%- for part in message['content'] -%}
+{%- if part['type'] in ('image', 'image_url') -%}
+{{- '<|vision_start|><|image_pad|><|vision_end|>' -}}
+{%- elif part['type'] == 'text' -%}
+{{- part['text'] -}}
+{%- else -%}
+{{- raise_exception("content part type '" + part['type'] + "' is neither text nor image") -}}
+{%- endif -%}
+{%- endfor -%}
+{%- endif -%}
+{{- '<|im_end|>\\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+{{- '<|im_start|>assistant\\n' -}}
+{%- endif -%}
+"""
+"""ChatML: every role (system, user, assistant, tool) alike; content a string or a list of text and image
+parts.
+"""
+
+# One image of the digits task costs 1 to 4 tokens: a token is two by two patches of 16 x 16 pixels.
+_IMAGE_BUDGET = {"shortest_edge": 32 * 32, "longest_edge": 32 * 32 * 4}
+
+
+def write_tiny(
+    folder: str | Path,
+    kind: Kind = "qwen3",
+    *,
+    max_position_embeddings: int = 2048,
+    hidden_size: int = 64,
+    intermediate_size: int = 192,
+    num_hidden_layers: int = 2,
+    num_attention_heads: int = 4,
+    num_key_value_heads: int = 2,
+    head_dim: int = 16,
+) -> Path:
+    """Write the folder of a tiny Qwen3 or Qwen3-VL; existing files of the same names are replaced.
+
+    Args:
+        folder: made if missing.
+        kind: "qwen3" (text) or "qwen3_vl" (text and images; adds a vision tower of about 50k parameters).
+        max_position_embeddings: the context, in tokens.
+        hidden_size, intermediate_size, num_hidden_layers, num_attention_heads, num_key_value_heads, head_dim:
+            of the language model. For qwen3_vl head_dim is a multiple of 16, which mRoPE's three sections
+            share.
+
+    Returns:
+        The folder.
+
+    Raises:
+        ValueError: an unknown kind, or dimensions that do not fit each other.
+    """
+    if kind not in ("qwen3", "qwen3_vl"):
+        raise ValueError(f"kind {kind!r} is no tiny model; use 'qwen3' or 'qwen3_vl'")
+    if num_attention_heads % num_key_value_heads:
+        raise ValueError(
+            f"num_attention_heads {num_attention_heads} is no multiple of "
+            f"num_key_value_heads {num_key_value_heads}"
+        )
+    if head_dim % (16 if kind == "qwen3_vl" else 2):
+        raise ValueError(f"head_dim {head_dim} is no multiple of {16 if kind == 'qwen3_vl' else 2}")
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer = character_tokenizer()
+    text: dict[str, Any] = {
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "head_dim": head_dim,
+        "hidden_act": "silu",
+        "hidden_size": hidden_size,
+        "initializer_range": 0.02,
+        "intermediate_size": intermediate_size,
+        "max_position_embeddings": max_position_embeddings,
+        "num_attention_heads": num_attention_heads,
+        "num_hidden_layers": num_hidden_layers,
+        "num_key_value_heads": num_key_value_heads,
+        "rms_norm_eps": 1e-6,
+        "vocab_size": tokenizer.get_vocab_size(),
+        "pad_token_id": tokenizer.token_to_id(PAD),
+        "eos_token_id": tokenizer.token_to_id(EOS),
+    }
+    config = _text_config(text) if kind == "qwen3" else _vision_config(text, tokenizer)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    _write(folder / "config.json", config)
+    _write(
+        folder / "tokenizer_config.json",
+        {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "pad_token": PAD,
+            "eos_token": EOS,
+            "model_max_length": max_position_embeddings,
+            "clean_up_tokenization_spaces": False,
+            "padding_side": "left",
+            "chat_template": CHAT_TEMPLATE,
+        },
+    )
+    _write(
+        folder / "special_tokens_map.json",
+        {
+            "pad_token": PAD,
+            "eos_token": EOS,
+            "additional_special_tokens": [s for s in SPECIALS if s not in (PAD, EOS)],
+        },
+    )
+    _write(
+        folder / "generation_config.json",
+        {"eos_token_id": text["eos_token_id"], "pad_token_id": text["pad_token_id"], "do_sample": True},
+    )
+    if kind == "qwen3_vl":
+        _write(
+            folder / "preprocessor_config.json",
+            {
+                "image_processor_type": "Qwen2VLImageProcessor",
+                "patch_size": 16,
+                "temporal_patch_size": 2,
+                "merge_size": 2,
+                "image_mean": [0.5, 0.5, 0.5],
+                "image_std": [0.5, 0.5, 0.5],
+                "size": _IMAGE_BUDGET,
+            },
+        )
+    return folder
+
+
+def character_tokenizer() -> Tokenizer:
+    """One token a character of printable ASCII and newline; the specials first, pad is token 0."""
+    vocabulary = {token: index for index, token in enumerate((*SPECIALS, *ALPHABET))}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens(list(SPECIALS))
+    return tokenizer
+
+
+def _text_config(text: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "sliding_window": None,
+        "tie_word_embeddings": True,
+        "use_sliding_window": False,
+        **text,
+    }
+
+
+def _vision_config(text: dict[str, Any], tokenizer: Tokenizer) -> dict[str, Any]:
+    # Half of head_dim are rotary frequencies, shared by time, height and width as 2 : 1 : 1.
+    eighth = text["head_dim"] // 8
+    rope = {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "mrope_section": [2 * eighth, eighth, eighth],
+        "mrope_interleaved": True,
+    }
+    return {
+        "architectures": ["Qwen3VLForConditionalGeneration"],
+        "model_type": "qwen3_vl",
+        "image_token_id": tokenizer.token_to_id("<|image_pad|>"),
+        "video_token_id": tokenizer.token_to_id("<|video_pad|>"),
+        "vision_start_token_id": tokenizer.token_to_id("<|vision_start|>"),
+        "vision_end_token_id": tokenizer.token_to_id("<|vision_end|>"),
+        "tie_word_embeddings": True,
+        "text_config": {
+            "model_type": "qwen3_vl_text",
+            "rope_parameters": rope,
+            "tie_word_embeddings": True,
+            **text,
+        },
+        "vision_config": {
+            "model_type": "qwen3_vl",
+            "deepstack_visual_indexes": [0, 1],
+            "depth": 2,
+            "hidden_act": "gelu_pytorch_tanh",
+            "hidden_size": 32,
+            "in_channels": 3,
+            "intermediate_size": 64,
+            "num_heads": 2,
+            "num_position_embeddings": 64,
+            "out_hidden_size": text["hidden_size"],
+            "patch_size": 16,
+            "spatial_merge_size": 2,
+            "temporal_patch_size": 2,
+        },
+    }
+
+
+def _write(path: Path, data: dict[str, Any]) -> None:
+    path.write_text(json.dumps(data, indent=2) + "\n")
