@@ -1,0 +1,62 @@
+# The few commands a person types. Each target calls a real tool; `make` alone lists them.
+
+# A working uv: the one on PATH if it runs here and is new enough (a version manager's shim may be neither),
+# else one of our own, installed into .tools/.
+UV := $(shell uv cache dir >/dev/null 2>&1 && echo uv || echo .tools/bin/uv)
+BIN := .venv/bin
+ARGS ?=
+
+# Ray and the engines start many processes: without bytecode each of them compiles torch again.
+unexport PYTHONDONTWRITEBYTECODE
+
+.DEFAULT_GOAL := help
+.PHONY: help setup train test test-all lint format docs bench bench-peers lock build clean
+
+help: ## List these commands
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
+
+setup: $(filter .tools/%,$(UV)) ## Install uv if missing, then everything the lock pins into .venv/ (about a second when done)
+	@[ ! -e .git ] || git config --local filter.neutral-lock.clean 'python3 scripts/neutral_lock.py' 2>/dev/null || true
+	@$(UV) sync --check --quiet 2>/dev/null || $(UV) sync --compile-bytecode
+
+.tools/bin/uv:
+	python3 -m venv --clear .tools || python3.12 -m venv --clear .tools
+	.tools/bin/python -m pip install --quiet 'uv>=0.9'
+
+train: setup ## Train the quick start: make train ARGS="mode=colocate seed=1"
+	$(BIN)/relax train configs/quickstart.yaml $(ARGS)
+
+test: lint ## Lint, then every test but the slow ones: make test ARGS="-k queue"
+	$(BIN)/python -m pytest -m "not slow" --durations=10 $(ARGS)
+
+test-all: lint docs ## Lint, docs, and every test, slow ones too
+	$(BIN)/python -m pytest --durations=10 $(ARGS)
+
+lint: setup ## ruff, basedpyright and the import rules
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/basedpyright --warnings
+	$(BIN)/lint-imports
+
+format: setup ## Fix what ruff can fix, then format
+	$(BIN)/ruff check --fix --exit-zero
+	$(BIN)/ruff format
+
+docs: setup ## Build the site into site/; any warning is an error
+	$(UV) run --isolated --only-group docs mkdocs build --strict
+
+bench: $(filter .tools/%,$(UV)) ## Run benchmarks/*.py in turn, a JSON line per claim (see bench-peers)
+	@$(UV) sync --inexact --quiet
+	@set -e; for script in benchmarks/*.py; do $(BIN)/python $$script $(ARGS); done
+
+bench-peers: $(filter .tools/%,$(UV)) ## Install the peers that benchmarks compare with, until the next setup
+	$(UV) sync --compile-bytecode --group bench
+
+lock: setup ## Move every pin that docs/decisions/0002 leaves free; the only way to change pins
+	$(UV) lock --upgrade
+
+build: setup ## Wheels of all packages into dist/
+	$(UV) build --all-packages --wheel --out-dir dist
+
+clean: ## Remove what the other commands made, but not .venv/ nor runs/
+	rm -rf dist build site .hypothesis .ruff_cache .pytest_cache .import_linter_cache
