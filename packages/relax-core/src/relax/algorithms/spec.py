@@ -1,7 +1,7 @@
-"""An algorithm is data and two pure functions on tensors: advantages of groups, and the loss of a micro-batch.
+"""An algorithm is data and two pure functions on tensors: group advantages, and the loss of a micro-batch.
 
-Tensors are ragged: rows laid end to end, `offsets` int64 [rows+1] says where each starts. Every column has one entry a
-response token; `mask` is 1 where the policy sampled the token.
+Tensors are ragged: rows laid end to end, `offsets` int64 [rows+1] says where each starts. Every column has
+one entry a response token; `mask` is 1 where the policy sampled the token.
 """
 
 from collections.abc import Callable
@@ -40,7 +40,8 @@ class LossOutputs:
     Attributes:
         loss: scalar, the unscaled sum.
         count: what the sum is divided by in the end (tokens, rows, or a fixed length), as a float.
-        metrics: name -> (sum, count), summed over micro-batches likewise; a name ending in `_max` takes the maximum.
+        metrics: name -> (sum, count), summed over micro-batches likewise; a name ending in `_max` takes the
+            maximum.
     """
 
     loss: Tensor
