@@ -36,7 +36,7 @@ lint: setup ## ruff, basedpyright and the import rules
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/basedpyright --warnings
-	$(BIN)/lint-imports
+	$(BIN)/lint-imports --no-logo
 
 format: setup ## Fix what ruff can fix, then format
 	$(BIN)/ruff check --fix --exit-zero

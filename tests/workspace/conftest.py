@@ -34,9 +34,9 @@ def uv() -> str:
 
 @pytest.fixture(scope="session")
 def environment() -> dict[str, str]:
-    """The environment for a Python of another virtual environment: nothing of ours leaks into its imports."""
+    """For a Python of another virtual environment: nothing leaks into its imports, and no hub is asked."""
     leaks = {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "PYTHONDONTWRITEBYTECODE"}
-    return {name: value for name, value in os.environ.items() if name not in leaks}
+    return {name: value for name, value in os.environ.items() if name not in leaks} | {"HF_HUB_OFFLINE": "1"}
 
 
 @pytest.fixture(scope="session")
