@@ -6,11 +6,11 @@ class AgenticError(Exception):
 
 
 class InvalidValue(AgenticError, ValueError):
-    """A value breaks the documented invariant of a structure; the message names the field, the value and the rule."""
+    """A value breaks the rule of its structure; the message names the field, the value and the rule."""
 
 
 class TranscriptError(AgenticError):
-    """A turn cannot be appended to a transcript without breaking its exactness, or the transcript is closed."""
+    """Something cannot be appended to a transcript: it is closed, or the append would make it inexact."""
 
 
 class EpisodeError(AgenticError):
@@ -22,8 +22,8 @@ class EpisodeError(AgenticError):
         task_id: the task that was being played.
         request_id: the episode's id (turn k's requests are named `f"{request_id}/{k}"`).
         turn: the turn during which it failed, counted from 0.
-        stage: what was being done: "reset", "encode", "generate", "decode", "step", "encode_observation",
-            "reward" or "close".
+        stage: what was being done: "reset", "encode", "generate", "abort", "decode", "step",
+            "encode_observation" or "close". A reward is computed inside "step".
     """
 
     def __init__(self, *, task_id: str, request_id: str, turn: int, stage: str, cause: BaseException) -> None:

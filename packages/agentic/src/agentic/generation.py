@@ -1,9 +1,10 @@
-"""What is asked of an engine and what it answers: the only structures that cross between episodes and engines.
+"""Tokens that cross between episodes and engines: what is asked for, and what was sampled.
 
-All three are frozen, and check their invariants when made, so a malformed answer is refused where it enters.
-Arrays are held, not copied.
+Everything here is frozen and checks its own rules when made, so a malformed answer is refused where it
+enters. Arrays are held, not copied.
 """
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -13,7 +14,7 @@ import numpy.typing as npt
 from .errors import InvalidValue
 
 type MediaItem = Any
-"""One image, audio or video as the policy's processor made it. It is only carried, in order, never looked into."""
+"""One image, audio or video as the policy's processor made it: carried in order, never looked into."""
 
 type VersionSpan = tuple[int, int, int]
 """(version, start, end): the tokens [start, end) were sampled by policy version `version`."""
@@ -31,7 +32,8 @@ class Sampling(msgspec.Struct, frozen=True):
         top_p: keep the smallest set of tokens whose probability reaches it; 1.0 is off. In (0, 1].
         top_k: keep the k most probable tokens; 0 is off.
         max_new_tokens: at most this many tokens are sampled, >= 1.
-        stop_token_ids: sampling any of them ends the generation with "stop"; the stop token is part of the answer.
+        stop_token_ids: sampling any of them ends the generation with "stop"; the stop token is part of the
+            answer.
 
     Raises:
         InvalidValue: a value outside its range.
@@ -58,6 +60,24 @@ class Sampling(msgspec.Struct, frozen=True):
             raise InvalidValue(f"stop_token_ids is {self.stop_token_ids}; expected token ids >= 0")
 
 
+class Encoded(msgspec.Struct, frozen=True, eq=False):
+    """Messages as the policy's tokenizer and processor see them.
+
+    Attributes:
+        tokens: int32 [k], k >= 0, with every placeholder of the media expanded.
+        media: what the placeholders stand for, in order of appearance.
+
+    Raises:
+        InvalidValue: tokens of another kind.
+    """
+
+    tokens: npt.NDArray[np.int32]
+    media: list[MediaItem] = msgspec.field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        check_vector("the encoded tokens", self.tokens, np.int32)
+
+
 class GenerationRequest(msgspec.Struct, frozen=True, eq=False):
     """One call for tokens.
 
@@ -65,7 +85,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, eq=False):
         id: unique among the requests in flight; it is what `abort` takes.
         tokens: int32 [k], k >= 1, the ids the engine conditions on, exactly.
         sampling: how to draw.
-        seed: 0 <= seed < 2**64. The draw at position i of the answer is a function of (seed, i) and the logits only.
+        seed: 0 <= seed < 2**64. The draw at position i of the answer is a function of (seed, i) and the
+            logits only.
         media: what the tokens' placeholders stand for, in order of appearance.
 
     Raises:
@@ -81,7 +102,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, eq=False):
     def __post_init__(self) -> None:
         if not self.id:
             raise InvalidValue("the id of a generation request is empty; expected a unique name")
-        check_vector("tokens of the generation request " + repr(self.id), self.tokens, np.int32)
+        check_vector(f"the tokens of generation request {self.id!r}", self.tokens, np.int32)
         if len(self.tokens) == 0:
             raise InvalidValue(
                 f"generation request {self.id!r} has no tokens; expected a prompt of at least one token"
@@ -95,9 +116,9 @@ class Generation(msgspec.Struct, frozen=True, eq=False):
     Attributes:
         tokens: int32 [m], exactly the ids sampled, a stop token included. m >= 1, or m >= 0 after an abort.
         logprobs: float32 [m], finite: log p of each token under the distribution it was drawn from.
-        spans: the policy versions that sampled them: (version, start, end) with start < end, contiguous, the first
-            starting at 0 and the last ending at m; empty when m is 0. Versions never decrease.
-        finish_reason: "stop" (the last token is a stop token), "length" (max_new_tokens were sampled) or "abort".
+        spans: the policy versions that sampled them: (version, start, end) with version >= 0 and start < end,
+            contiguous, the first starting at 0, the last ending at m; empty when m is 0.
+        finish_reason: "stop" (the last token is a stop token), "length" (no room for more), or "abort".
 
     Raises:
         InvalidValue: any of these does not hold.
@@ -109,57 +130,57 @@ class Generation(msgspec.Struct, frozen=True, eq=False):
     finish_reason: FinishReason
 
     def __post_init__(self) -> None:
-        check_vector("tokens of the generation", self.tokens, np.int32)
-        check_vector("logprobs of the generation", self.logprobs, np.float32)
+        check_vector("the tokens of a generation", self.tokens, np.int32)
+        check_vector("the logprobs of a generation", self.logprobs, np.float32)
         count = len(self.tokens)
         if len(self.logprobs) != count:
             raise InvalidValue(
-                f"the generation has {count} tokens and {len(self.logprobs)} logprobs; expected one a token"
+                f"a generation has {count} tokens and {len(self.logprobs)} logprobs; expected one a token"
             )
-        if not np.isfinite(self.logprobs).all():
-            at = int(np.flatnonzero(~np.isfinite(self.logprobs))[0])
+        finite = np.isfinite(self.logprobs)
+        if not finite.all():
+            at = int(np.argmin(finite))
             raise InvalidValue(
-                f"logprob {at} of the generation is {self.logprobs[at]}; expected a finite number, as a token that "
-                "was sampled has a probability above 0"
+                f"logprob {at} of a generation is {self.logprobs[at]}; expected a finite number, as a token "
+                "that was sampled has a probability above 0"
             )
         if self.finish_reason not in FINISH_REASONS:
             raise InvalidValue(f"finish_reason is {self.finish_reason!r}; expected one of {FINISH_REASONS}")
         if count == 0 and self.finish_reason != "abort":
             raise InvalidValue(
-                f"the generation has no tokens but finish_reason {self.finish_reason!r}; only an abort may be empty"
+                f"a generation has no tokens but finish_reason {self.finish_reason!r}; expected one token at "
+                "least, as only an abort may be empty"
             )
         check_spans(self.spans, count)
 
 
 def check_vector(name: str, array: object, dtype: type[np.generic]) -> None:
     """Raise `InvalidValue` unless `array` is a one-dimensional numpy array of exactly `dtype`."""
-    if not isinstance(array, np.ndarray) or array.ndim != 1 or array.dtype != dtype:
-        found = f"{array.dtype}{list(array.shape)}" if isinstance(array, np.ndarray) else type(array).__name__
-        raise InvalidValue(
-            f"{name}: found {found}; expected a one-dimensional numpy array of {np.dtype(dtype).name}"
-        )
+    if isinstance(array, np.ndarray):
+        if array.ndim == 1 and array.dtype == dtype:
+            return
+        found = f"a numpy array of {array.dtype} with shape {array.shape}"
+    else:
+        found = type(array).__name__
+    expected = f"a one-dimensional numpy array of {np.dtype(dtype).name}"
+    raise InvalidValue(f"{name}: found {found}; expected {expected}")
 
 
 def check_seed(seed: int) -> None:
     """Raise `InvalidValue` unless 0 <= seed < 2**64."""
     if not (0 <= seed < 2**64):
-        raise InvalidValue(f"the seed is {seed}; expected 0 <= seed < 2**64 (derive_seed gives such seeds)")
+        raise InvalidValue(f"the seed is {seed}; expected 0 <= seed < 2**64 (derive_seed makes such seeds)")
 
 
-def check_spans(spans: list[VersionSpan], count: int) -> None:
-    """Raise `InvalidValue` unless the spans cover [0, count) without gap or overlap, versions never decreasing."""
-    position, newest = 0, None
+def check_spans(spans: Sequence[VersionSpan], count: int) -> None:
+    """Raise `InvalidValue` unless the spans cover [0, count) without gap or overlap."""
+    position = 0
     for version, start, end in spans:
-        if start != position or end <= start:
+        if start != position or end <= start or version < 0:
             raise InvalidValue(
-                f"version span ({version}, {start}, {end}) follows position {position}; expected (version, "
-                f"{position}, end > {position}): spans are contiguous from 0 to the number of tokens"
+                f"version span ({version}, {start}, {end}) comes at position {position}; expected "
+                f"(version >= 0, {position}, end > {position}): spans are contiguous and cover all tokens"
             )
-        if version < 0 or (newest is not None and version < newest):
-            raise InvalidValue(
-                f"version span ({version}, {start}, {end}) comes after version {newest}; expected versions >= 0 "
-                "that never decrease, as an engine only moves forward"
-            )
-        position, newest = end, version
+        position = end
     if position != count:
         raise InvalidValue(f"the version spans end at {position}; expected {count}, the number of tokens")
