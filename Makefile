@@ -6,6 +6,10 @@ UV := $(shell uv cache dir >/dev/null 2>&1 && echo uv || echo .tools/bin/uv)
 BIN := .venv/bin
 ARGS ?=
 
+# uv fills the lock in, and git takes another size for another content: when the committed form is the same, say so.
+LOCK_IS_CLEAN := if [ -e .git ] && ! git diff-files --quiet uv.lock && git diff --quiet uv.lock; \
+  then git add uv.lock; fi 2>/dev/null || true
+
 # Ray and the engines start many processes: without bytecode each of them compiles torch again.
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -18,6 +22,7 @@ help: ## List these commands
 setup: $(filter .tools/%,$(UV)) ## Install uv if missing, then everything the lock pins into .venv/ (about a second when done)
 	@[ ! -e .git ] || git config --local filter.neutral-lock.clean 'python3 scripts/neutral_lock.py' 2>/dev/null || true
 	@$(UV) sync --check --quiet 2>/dev/null || $(UV) sync --compile-bytecode
+	@$(LOCK_IS_CLEAN)
 
 .tools/bin/uv:
 	python3 -m venv --clear .tools || python3.12 -m venv --clear .tools
