@@ -48,7 +48,7 @@ format: setup ## Fix what ruff can fix, then format
 	$(BIN)/ruff format
 
 docs: setup ## Build the site into site/; any warning is an error
-	$(UV) run --isolated --only-group docs mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(UV) run --isolated --only-group docs mkdocs build --strict
 
 bench: $(filter .tools/%,$(UV)) ## Run benchmarks/*.py in turn, a JSON line per claim (see bench-peers)
 	@$(UV) sync --inexact --quiet
