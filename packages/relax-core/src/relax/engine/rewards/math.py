@@ -13,6 +13,7 @@ _ANYTHING_TO_READ = re.compile(r"[0-9A-Za-z\\]|[^\x00-\x7f]", re.ASCII)
 class MathReward:
     """1 if the response's answer equals the row's, else 0.
 
+    The answer is one expression, LaTeX or plain, without words around it; the response may be prose.
     Plain integers are compared on the spot. The rest is parsed and compared in a child process, started at
     the first such sample, as symbolic algebra can run for ever: after `timeout` seconds the child is killed
     and the sample scores 0 with the reason and `verifier_failed` 1, as does one that kills the child.
