@@ -1,1 +1,92 @@
-"""."""
+"""dcs: a new version of a model in every engine that serves it, verified and whole.
+
+A `Publisher` freezes and offers versions, `Subscriber`s pull them into staging slots and hand them over, a
+`Coordinator` issues versions and keeps leases. Names are loaded when first used, so a coordinator needs no
+torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from dcs.errors import (
+    ApplyFailed,
+    Closed,
+    CoordinatorLost,
+    CorruptChunk,
+    DcsError,
+    Evicted,
+    LayoutMismatch,
+    ProtocolError,
+    ProtocolMismatch,
+    PublisherLost,
+    StaleVersion,
+    Timeout,
+    Unacknowledged,
+    Unauthorized,
+)
+
+if TYPE_CHECKING:
+    from dcs import layout
+    from dcs.coordinator import Coordinator
+    from dcs.follower import Follower
+    from dcs.layout import Layout
+    from dcs.manifest import Manifest
+    from dcs.process import CoordinatorProcess, serve
+    from dcs.publisher import Publisher
+    from dcs.subscriber import Health, Staged, Subscriber
+    from dcs.ticket import Stats, Ticket
+
+__all__ = [
+    "ApplyFailed",
+    "Closed",
+    "Coordinator",
+    "CoordinatorLost",
+    "CoordinatorProcess",
+    "CorruptChunk",
+    "DcsError",
+    "Evicted",
+    "Follower",
+    "Health",
+    "Layout",
+    "LayoutMismatch",
+    "Manifest",
+    "ProtocolError",
+    "ProtocolMismatch",
+    "Publisher",
+    "PublisherLost",
+    "Staged",
+    "StaleVersion",
+    "Stats",
+    "Subscriber",
+    "Ticket",
+    "Timeout",
+    "Unacknowledged",
+    "Unauthorized",
+    "layout",
+    "serve",
+]
+
+_HOME = {
+    "Coordinator": "dcs.coordinator",
+    "CoordinatorProcess": "dcs.process",
+    "Follower": "dcs.follower",
+    "Health": "dcs.subscriber",
+    "Layout": "dcs.layout",
+    "Manifest": "dcs.manifest",
+    "Publisher": "dcs.publisher",
+    "Staged": "dcs.subscriber",
+    "Stats": "dcs.ticket",
+    "Subscriber": "dcs.subscriber",
+    "Ticket": "dcs.ticket",
+    "serve": "dcs.process",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name == "layout":
+        return importlib.import_module("dcs.layout")
+    if name in _HOME:
+        return getattr(importlib.import_module(_HOME[name]), name)
+    raise AttributeError(f"module 'dcs' has no attribute {name!r}")

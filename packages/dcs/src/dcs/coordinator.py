@@ -1,0 +1,150 @@
+"""The coordinator: one thread that owns a ZMQ ROUTER socket and drives the `Registry`."""
+
+import os
+import threading
+import time
+from types import TracebackType
+from typing import Self
+
+import zmq
+
+from dcs.address import require_token
+from dcs.errors import DcsError, ProtocolError, ProtocolMismatch
+from dcs.messages import (
+    MAX_MESSAGE_BYTES,
+    FromCoordinator,
+    Goodbye,
+    Refused,
+    decode_from_member,
+    encode,
+)
+from dcs.registry import Registry
+
+LEASE_SECONDS = 5.0
+
+
+class Coordinator:
+    """Issues epochs and versions, keeps leases, and tells subscribers of each new version. Weights never pass
+    it.
+
+    Args:
+        host: address to bind; off loopback a token is required.
+        port: 0 takes a free one.
+        token: secret that every member must show.
+        lease_seconds: a member that has not been heard for so long is evicted.
+
+    Attributes:
+        address: `tcp://host:port`, for publishers and subscribers.
+        ended: a descriptor that becomes readable when the thread has ended.
+
+    Use it as a context manager, or call `start` and `close`. `dcs.serve` runs one in its own process.
+    Raises `Unauthorized` (no token off loopback) and `DcsError` (the port is taken).
+    """
+
+    def __init__(
+        self,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        token: str | None = None,
+        lease_seconds: float = LEASE_SECONDS,
+    ) -> None:
+        require_token(host, token, "the coordinator")
+        if lease_seconds <= 0:
+            raise DcsError(f"lease_seconds is {lease_seconds}; it must be positive")
+        self._registry = Registry(lease_seconds, token)
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.LINGER, 200)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        self._socket.setsockopt(zmq.IPV6, int(":" in host))
+        bracketed = f"[{host}]" if ":" in host else host
+        try:
+            self._socket.bind(f"tcp://{bracketed}:{port or '*'}")
+        except zmq.ZMQError as error:
+            self._socket.close()
+            self._context.term()
+            raise DcsError(
+                f"the coordinator cannot bind {host}:{port}: {error}; choose another port, or 0 for a free"
+                " one"
+            ) from error
+        bound = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self.address: str = f"tcp://{bracketed}:{bound.rpartition(':')[2]}"
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self.ended = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._closing = threading.Event()
+        self._closed = False
+        self._thread = threading.Thread(target=self._serve, name="dcs-coordinator", daemon=True)
+
+    def start(self) -> Self:
+        """Start serving; returns itself."""
+        if self._closed:
+            raise DcsError("this coordinator was closed; make a new one")
+        if not self._thread.is_alive():
+            self._thread.start()
+        return self
+
+    def close(self) -> None:
+        """Tell the members, stop the thread, release the port. May be called twice."""
+        if self._closed:
+            return
+        self._closed = True
+        self._closing.set()
+        if self._thread.ident is not None:
+            os.eventfd_write(self._wake, 1)
+            self._thread.join()
+        else:
+            self._socket.close()
+        self._context.term()
+        os.close(self._wake)
+        os.close(self.ended)
+
+    @property
+    def alive(self) -> bool:
+        """Whether it is serving."""
+        return self._thread.is_alive()
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _serve(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._wake, zmq.POLLIN)
+        try:
+            while not self._closing.is_set():
+                deadline = self._registry.next_deadline()
+                wait = None if deadline is None else int(max(0.0, deadline - time.monotonic()) * 1000) + 1
+                poller.poll(wait)
+                # What has arrived counts before any lease does: a coordinator that was stopped for a while
+                # must not evict members whose heartbeats are waiting in its own queue.
+                self._receive_all()
+                self._send(self._registry.expire(time.monotonic()))
+            self._send([(identity, Goodbye()) for identity in self._registry.identities])
+        finally:
+            self._socket.close()
+            os.eventfd_write(self.ended, 1)
+
+    def _receive_all(self) -> None:
+        while True:
+            try:
+                identity, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            try:
+                message = decode_from_member(frames)
+            except (ProtocolError, ProtocolMismatch) as error:
+                self._send([(identity, Refused(0, error.code, str(error), {}))])
+                continue
+            self._send(self._registry.handle(identity, message, time.monotonic()))
+
+    def _send(self, outgoing: list[tuple[bytes, FromCoordinator]]) -> None:
+        # A ROUTER drops what it cannot route (the peer is gone or does not read); the next heartbeat repairs
+        # it.
+        for identity, message in outgoing:
+            self._socket.send_multipart([identity, *encode(message)], zmq.NOBLOCK)

@@ -1,0 +1,82 @@
+"""The thread behind `Subscriber.follow`."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from dcs.errors import ApplyFailed, Closed, DcsError, Timeout
+
+if TYPE_CHECKING:
+    from dcs.subscriber import Staged, Subscriber
+
+_ASK_SECONDS = 60.0
+
+
+class Follower:
+    """Applies every newest version until its subscriber is closed.
+
+    Attributes:
+        version: the version applied last; `after` before the first.
+        error: why it ended, or None.
+    """
+
+    def __init__(self, subscriber: Subscriber, apply: Callable[[Staged], None], after: int) -> None:
+        self.version = after
+        self.error: DcsError | None = None
+        self._subscriber = subscriber
+        self._apply = apply
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._run, name="dcs-follow", daemon=True)
+
+    def start(self) -> None:
+        """Called by `Subscriber.follow`."""
+        self._thread.start()
+
+    def wait_for(self, version: int, timeout: float) -> int:
+        """Wait until `version` or a newer one is applied and return which; raises `Timeout`, or why it
+        ended.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self.version >= version or self.error, timeout)
+            if self.version >= version:
+                return self.version
+            if self.error is not None:
+                raise self.error
+        raise Timeout(
+            f"version {version} was not applied within {timeout} s; the newest applied is {self.version}"
+        )
+
+    def join(self, timeout: float | None) -> None:
+        """Wait for the thread to end (from `apply` itself: does nothing)."""
+        if self._thread is not threading.current_thread() and self._thread.ident is not None:
+            self._thread.join(timeout)
+
+    def _run(self) -> None:
+        try:
+            while True:
+                staged = self._subscriber.next(self.version, _ASK_SECONDS)
+                if staged is not None:
+                    self._take(staged)
+        except Closed:
+            return
+        except DcsError as error:
+            with self._changed:
+                self.error = error
+                self._changed.notify_all()
+
+    def _take(self, staged: Staged) -> None:
+        try:
+            self._apply(staged)
+        except Exception as cause:
+            error = ApplyFailed(
+                f"applying version {staged.version} raised {cause!r}; this engine is unusable"
+            )
+            error.__cause__ = cause
+            self._subscriber.fail(error)
+            raise error from cause
+        staged.ack()
+        with self._changed:
+            self.version = staged.version
+            self._changed.notify_all()

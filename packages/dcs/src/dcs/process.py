@@ -1,0 +1,111 @@
+"""The coordinator as a child process, ready when `serve` returns and gone when it is closed or its parent
+dies.
+"""
+
+import os
+import select
+import subprocess
+import sys
+from types import TracebackType
+from typing import Self
+
+import msgspec
+
+from dcs.coordinator import LEASE_SECONDS
+from dcs.errors import DcsError, Timeout
+
+_STOP_SECONDS = 5.0
+
+
+class Ready(msgspec.Struct, frozen=True):
+    """The one line of JSON that `dcs serve` prints once it can be reached."""
+
+    address: str
+    pid: int
+
+
+class CoordinatorProcess:
+    """A running `dcs serve`. Attributes: `address` for publishers and subscribers, `pid`."""
+
+    def __init__(self, process: "subprocess.Popen[bytes]", ready: Ready) -> None:
+        self._process = process
+        self.address = ready.address
+        self.pid = process.pid
+
+    @property
+    def alive(self) -> bool:
+        """Whether the process is running."""
+        return self._process.poll() is None
+
+    def close(self) -> None:
+        """End the process (SIGTERM, then SIGKILL) and reap it. May be called twice."""
+        _end(self._process)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def serve(
+    host: str = "127.0.0.1",
+    port: int = 0,
+    token: str | None = None,
+    lease_seconds: float = LEASE_SECONDS,
+    timeout: float = 30.0,
+) -> CoordinatorProcess:
+    """Start a coordinator in its own process; arguments as for `Coordinator`.
+
+    The process is its own session (Ctrl-C in a terminal does not reach it) and ends when this one does,
+    however that ends. The token travels in its environment, not on its command line.
+    Raises `DcsError` with what it printed when it ends at once, and `Timeout` after `timeout` seconds.
+    """
+    command = [sys.executable, "-m", "dcs.cli", "serve", "--host", host, "--port", str(port)]
+    command += ["--lease-seconds", str(lease_seconds), "--parent", str(os.getpid())]
+    environment = {key: value for key, value in os.environ.items() if key != "DCS_TOKEN"}
+    if token is not None:
+        environment["DCS_TOKEN"] = token
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=environment,
+        start_new_session=True,
+    )
+    try:
+        return CoordinatorProcess(process, _await_ready(process, timeout))
+    except BaseException:
+        _end(process)
+        raise
+
+
+def _await_ready(process: "subprocess.Popen[bytes]", timeout: float) -> Ready:
+    assert process.stdout is not None
+    assert process.stderr is not None
+    readable, _, _ = select.select([process.stdout], [], [], timeout)
+    if not readable:
+        raise Timeout(f"the coordinator process {process.pid} did not get ready within {timeout} s")
+    line = process.stdout.readline()
+    if not line:
+        said = process.stderr.read().decode(errors="replace").strip()
+        raise DcsError(
+            f"the coordinator process ended with {process.wait(_STOP_SECONDS)} before it was ready: {said}"
+        )
+    return msgspec.json.decode(line, type=Ready)
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    if process.poll() is None:
+        process.terminate()
+        try:
+            process.wait(_STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait(_STOP_SECONDS)
+    for stream in (process.stdout, process.stderr):
+        if stream is not None:
+            stream.close()

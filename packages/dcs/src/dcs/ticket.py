@@ -1,0 +1,135 @@
+"""What `publish` returns: who has taken the version, and how long everything took."""
+
+import threading
+import time
+
+import msgspec
+
+from dcs.errors import Closed, DcsError, Timeout
+from dcs.messages import Roster
+
+
+class Taken(msgspec.Struct, frozen=True):
+    """A subscriber that committed the version: its transfer, and the time from announcement to ack, in
+    seconds.
+    """
+
+    transfer_seconds: float
+    ack_seconds: float
+
+
+class Stats(msgspec.Struct, frozen=True):
+    """How one publish went.
+
+    Attributes:
+        version: its number.
+        nbytes: payload of the version, gaps between tensors included.
+        wait_seconds: waiting for a staging buffer to be free.
+        freeze_seconds: copying and hashing.
+        announce_seconds: the coordinator's answer.
+        acked: subscribers that committed this version, by name.
+        moved_on: subscribers that committed a newer version instead, by name.
+        gone: subscribers that were evicted or left first, with the reason, by name.
+        pending: names of those still awaited.
+    """
+
+    version: int
+    nbytes: int
+    wait_seconds: float
+    freeze_seconds: float
+    announce_seconds: float
+    acked: dict[str, Taken]
+    moved_on: dict[str, int]
+    gone: dict[str, str]
+    pending: tuple[str, ...]
+
+
+class Ticket:
+    """Follows one version.
+
+    Done when every subscriber that was live at the announcement has acknowledged it, has moved on to a newer
+    version, or is gone; at once when there was none.
+    """
+
+    def __init__(self, version: int, nbytes: int, wait_seconds: float, freeze_seconds: float) -> None:
+        self.version = version
+        self._base = (version, nbytes, wait_seconds, freeze_seconds)
+        self._changed = threading.Condition()
+        self._began = time.monotonic()
+        self._announce_seconds = 0.0
+        self._announced = False
+        self._pending: dict[int, str] = {}
+        self._acked: dict[str, Taken] = {}
+        self._moved_on: dict[str, int] = {}
+        self._gone: dict[str, str] = {}
+        self._error: DcsError | None = None
+
+    @property
+    def done(self) -> bool:
+        """Whether nobody is awaited any more."""
+        with self._changed:
+            return self._announced and not self._pending
+
+    def stats(self) -> Stats:
+        """How it stands now."""
+        with self._changed:
+            return Stats(
+                *self._base,
+                self._announce_seconds,
+                dict(self._acked),
+                dict(self._moved_on),
+                dict(self._gone),
+                tuple(sorted(self._pending.values())),
+            )
+
+    def wait(self, timeout: float) -> Stats:
+        """Wait until it is done; raises `Timeout` naming who is awaited, and the reason when nobody can be
+        heard.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._error or (self._announced and not self._pending), timeout)
+            if self._error is None and self._pending:
+                raise Timeout(
+                    f"version {self.version} was not acknowledged within {timeout} s by"
+                    f" {', '.join(sorted(self._pending.values()))}; their health() may say why"
+                )
+            if self._error is not None and self._pending:
+                raise self._error
+        return self.stats()
+
+    def begin(self, roster: Roster) -> None:
+        """The coordinator has announced the version; these are the subscribers to wait for."""
+        with self._changed:
+            self._announced = True
+            self._announce_seconds = time.monotonic() - self._began
+            self._pending = {member: standing.name for member, standing in roster.live.items()}
+        self.update(roster)
+
+    def update(self, roster: Roster) -> None:
+        """The roster has changed."""
+        now = time.monotonic()
+        with self._changed:
+            for member, name in list(self._pending.items()):
+                standing = roster.live.get(member)
+                if standing is None:
+                    self._gone[name] = roster.departed.get(member, "it is no member any more")
+                elif standing.acked is None or standing.acked.version < self.version:
+                    continue
+                elif standing.acked.version == self.version:
+                    self._acked[name] = Taken(standing.acked.transfer_seconds, now - self._began)
+                else:
+                    self._moved_on[name] = standing.acked.version
+                del self._pending[member]
+            self._changed.notify_all()
+
+    def fail(self, error: DcsError) -> None:
+        """Nobody will be heard of any more."""
+        with self._changed:
+            self._error = self._error or error
+            self._changed.notify_all()
+
+    def restore(self) -> None:
+        """The coordinator is heard again."""
+        with self._changed:
+            if not isinstance(self._error, Closed):
+                self._error = None
