@@ -11,9 +11,9 @@ from .generation import FinishReason
 from .transcript import Transcript
 
 type Message = dict[str, Any]
-"""A chat message as in OpenAI's chat API: {"role": "system" | "user" | "assistant" | "tool", "content": str or
-a list of parts like {"type": "text", "text": str}}. What other parts there are, the policy and the environment
-settle between them."""
+"""A chat message as in OpenAI's chat API: {"role": str, "content": str or a list of parts}. Roles are
+"system", "user", "assistant" and "tool". A part is {"type": "text", "text": str}; what others there
+are depends on the policy."""
 
 
 class Task(msgspec.Struct, frozen=True):

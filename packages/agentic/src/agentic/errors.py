@@ -24,17 +24,23 @@ class EpisodeError(AgenticError):
         turn: the turn during which it failed, counted from 0.
         stage: what was being done: "reset", "encode", "generate", "abort", "decode", "step",
             "encode_observation" or "close". A reward is computed inside "step".
+        reason: the type and the message of the original exception.
     """
 
-    def __init__(self, *, task_id: str, request_id: str, turn: int, stage: str, cause: BaseException) -> None:
-        super().__init__(
-            f"episode {request_id!r} of task {task_id!r} failed in turn {turn} at {stage}: "
-            f"{type(cause).__name__}: {cause}"
-        )
+    def __init__(self, task_id: str, request_id: str, turn: int, stage: str, reason: str) -> None:
+        # All of it in args, so that the error survives pickling between the processes of whoever uses it.
+        super().__init__(task_id, request_id, turn, stage, reason)
         self.task_id = task_id
         self.request_id = request_id
         self.turn = turn
         self.stage = stage
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return (
+            f"episode {self.request_id!r} of task {self.task_id!r} failed in turn {self.turn} "
+            f"at {self.stage}: {self.reason}"
+        )
 
 
 class UnknownEnvironment(AgenticError):

@@ -17,13 +17,11 @@ class Policy(Protocol):
     def encode_observation(
         self, conversation: Sequence[Message], action: Action, observation: Observation
     ) -> Encoded:
-        """The ids between two of the policy's turns: exactly what follows `action.tokens`, and nothing
-        before.
+        """The ids between two of the policy's turns: exactly what follows `action.tokens`.
 
         That is whatever the template still owes to end the turn, the observation's messages, and the
         generation prompt. `action.tokens` says what is owed: its last id is the end-of-turn token if the
-        policy sampled it (then only the rest of the template's ending follows), and another stop token if
-        that ended the turn.
+        policy sampled it. The media are those of the observation.
 
         Args:
             conversation: the messages before this turn.

@@ -257,9 +257,8 @@ class _Run:
         try:
             yield
         except Exception as error:
-            raise EpisodeError(
-                task_id=self.task.id, request_id=self.request_id, turn=self.turn, stage=name, cause=error
-            ) from error
+            reason = f"{type(error).__name__}: {error}"
+            raise EpisodeError(self.task.id, self.request_id, self.turn, name, reason) from error
 
 
 async def _cancel(generating: asyncio.Future[Generation], seconds: float) -> None:

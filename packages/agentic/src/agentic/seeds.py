@@ -1,6 +1,7 @@
 """Seeds that are functions of what they are for, and of nothing else."""
 
 import hashlib
+import operator
 
 SEED_BYTES = 8
 
@@ -22,7 +23,7 @@ def derive_seed(seed: int, *parts: int | str) -> int:
     """
     digest = hashlib.blake2b(digest_size=SEED_BYTES)
     for part in (seed, *parts):
-        value = part.encode() if isinstance(part, str) else str(int(part)).encode()
+        value = part.encode() if isinstance(part, str) else str(operator.index(part)).encode()
         digest.update(b"s" if isinstance(part, str) else b"i")
         digest.update(len(value).to_bytes(4, "little"))
         digest.update(value)
