@@ -1,7 +1,7 @@
 """The fields that travel on the bus: each named once, with its type, shape, writer and readers.
 
-Shapes speak of one sample: `prompt` and `response` are its lengths in tokens. On the bus every field is ragged, one
-row a sample. The bus gives each sample its id; there is no second one.
+Shapes speak of one sample: `prompt` and `response` are its lengths in tokens. On the bus every field is
+ragged, one row a sample. The bus gives each sample its id; there is no second one.
 """
 
 from dataclasses import dataclass
@@ -10,7 +10,8 @@ PARTITION = "train"
 """The partition of the bus that holds training samples."""
 
 MEDIA_PREFIX = "media/"
-"""Tensors of a modality travel as one field each, `media/pixel_values` for one; None for a sample without it."""
+"""Tensors of a modality travel as one field each, `media/pixel_values` for one; None for a sample without it.
+"""
 
 
 @dataclass(frozen=True)
@@ -29,12 +30,28 @@ FIELDS: dict[str, Field] = {
     for field in (
         Field("prompt_key", "str", "()", "rollout", "name of the prompt, stable over epochs"),
         Field("group", "str", "()", "rollout", "the group's key: the n samples of one start of one prompt"),
-        Field("ordinal", "int64", "()", "rollout", "place of the group in the order taken from the prompt source"),
+        Field(
+            "ordinal",
+            "int64",
+            "()",
+            "rollout",
+            "place of the group in the order taken from the prompt source",
+        ),
         Field("member", "int32", "()", "rollout", "place of the sample in its group, 0 to n-1"),
         Field("prompt_length", "int32", "()", "rollout", "tokens before the first response token"),
-        Field("tokens", "int32", "(prompt+response,)", "rollout", "exactly the ids the engine saw and sampled"),
-        Field("loss_mask", "uint8", "(response,)", "rollout", "1 = sampled by the policy, 0 = observation or template"),
-        Field("rollout_logprobs", "float32", "(response,)", "rollout", "of the engine; 0 where the mask is 0"),
+        Field(
+            "tokens", "int32", "(prompt+response,)", "rollout", "exactly the ids the engine saw and sampled"
+        ),
+        Field(
+            "loss_mask",
+            "uint8",
+            "(response,)",
+            "rollout",
+            "1 = sampled by the policy, 0 = observation or template",
+        ),
+        Field(
+            "rollout_logprobs", "float32", "(response,)", "rollout", "of the engine; 0 where the mask is 0"
+        ),
         Field("policy_versions", "int32", "(spans,3)", "rollout", "(version, start, end) over the response"),
         Field("reward", "float32", "()", "rollout", "the episode's reward"),
         Field("reward_parts", "data", "()", "rollout", "named parts of the reward, plain data"),
@@ -50,10 +67,11 @@ TASK_REFERENCE = "reference"
 TASK_ACTOR = "actor"
 
 
-def tasks(*, reference: bool, media: bool) -> dict[str, list[str]]:
-    """The consumer tasks of the training partition and the fields each needs before it may take a sample."""
-    # Media never gates readiness: it is written by the same put as the tokens.
-    del media
+def tasks(*, reference: bool) -> dict[str, list[str]]:
+    """The consumer tasks of the training partition and the fields each needs before it may take a sample.
+
+    Media gates nothing: it comes with the same put as the tokens.
+    """
     found = {
         TASK_ADVANTAGES: ["reward", "loss_mask"],
         TASK_ACTOR: ["tokens", "loss_mask", "rollout_logprobs", "advantages"],

@@ -2,10 +2,12 @@
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from agentic import Generation, GenerationRequest
-from torch import Tensor
+
+if TYPE_CHECKING:  # this module is read by processes that never load torch
+    from torch import Tensor
 
 Inflight = Literal["retract"]
 """What becomes of requests in flight at a commit. `retract`: their KV is recomputed with the new weights."""
@@ -55,7 +57,7 @@ class InferenceEngine(Protocol):
         """End a request early: it finishes with what it has, reason `abort`. An unknown id is ignored."""
         ...
 
-    async def begin_update(self, version: int, tensors: Mapping[str, Tensor]) -> None:
+    async def begin_update(self, version: int, tensors: "Mapping[str, Tensor]") -> None:
         """Take a version's tensors (Hugging Face names) to be committed; serving goes on. Checks names,
         shapes and dtypes before anything changes."""
         ...

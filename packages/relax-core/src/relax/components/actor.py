@@ -1,0 +1,293 @@
+"""The Actor role: streams the groups of each step from the bus, accumulates, steps once, publishes the new
+version.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import transferqueue as tq
+
+from relax import schema
+from relax.algorithms.spec import Algorithm, LossOutputs
+from relax.backends.train.base import StepStats, TrainBackend
+from relax.components.context import RunContext
+from relax.distributed.bus import Bus
+from relax.distributed.schedule import Record, read
+from relax.distributed.version_clock import VersionClock
+from relax.distributed.weights import WeightPublisher
+from relax.engine.checkpoints import Checkpoints, Trained
+from relax.engine.micro_batches import Group, canonical, chunked, ordered, pack
+from relax.ops.reports import Reports
+
+
+class Stopped(Exception):
+    """The run was asked to stop; the step at hand is given up and its samples go back to the bus."""
+
+
+@dataclass
+class Totals:
+    """Loss sums of a step, added over micro-batches in order."""
+
+    loss: float = 0.0
+    count: float = 0.0
+    metrics: dict[str, tuple[float, float]] = field(default_factory=dict)
+
+    def add(self, outputs: LossOutputs) -> None:
+        self.loss += float(outputs.loss)
+        self.count += outputs.count
+        for name, (total, count) in outputs.metrics.items():
+            if name.endswith("_max"):
+                seen = self.metrics.get(name, (total, count))
+                self.metrics[name] = (max(seen[0], total), count)
+            else:
+                seen = self.metrics.get(name, (0.0, 0.0))
+                self.metrics[name] = (seen[0] + total, seen[1] + count)
+
+    def means(self) -> dict[str, float]:
+        found = {"loss": self.loss / self.count if self.count else 0.0}
+        for name, (total, count) in self.metrics.items():
+            found[name] = total if name.endswith("_max") else (total / count if count else 0.0)
+        return found
+
+
+@dataclass
+class Clocks:
+    """Seconds of a step by phase."""
+
+    started: float = field(default_factory=time.perf_counter)
+    wait: float = 0.0
+    train: float = 0.0
+    optim: float = 0.0
+    publish: float = 0.0
+
+
+class Actor:
+    """Trains every step from `first_step` to the last, or until told to stop."""
+
+    def __init__(
+        self,
+        context: RunContext,
+        backend: TrainBackend,
+        algorithm: Algorithm,
+        checkpoints: Checkpoints,
+        publisher: WeightPublisher,
+        reports: Reports,
+    ) -> None:
+        self._context = context
+        self._config = context.config
+        self._backend = backend
+        self._algorithm = algorithm
+        self._checkpoints = checkpoints
+        self._publisher = publisher
+        self._reports = reports
+        self._clock = VersionClock(self._config.max_staleness, actor=context.first_step)
+        self._trained = Trained.of_state(context.source)
+        self._groups = self._config.rollout.prompts_per_step
+        self._members = self._config.rollout.samples_per_prompt
+        self._chunk = max(1, self._config.actor.micro_batch_size // self._members)
+        self._stop = asyncio.Event()
+        self._compute = ThreadPoolExecutor(1, thread_name_prefix="train")
+        self._record = Record(context.schedule / "actor.jsonl")
+        self._journal = Record(context.folder / "journal.jsonl")
+        self._replay = (
+            {entry["step"]: entry["ordinals"] for entry in read(context.replay / "actor.jsonl")}
+            if context.replay
+            else None
+        )
+        self._bus: Bus | None = None
+
+    def stop(self) -> None:
+        """Give up the step at hand, write a checkpoint, end the stream. Call from the event loop."""
+        self._stop.set()
+
+    async def run(self) -> None:
+        """Train to the last step; closes the partition, which ends the other roles."""
+        self._bus = await Bus.connect(self._context.bus, reference=self._config.reference)
+        feed = self._feed()
+        saved = self._context.first_step
+        try:
+            await self._in_thread(self._publish)
+            for step in range(self._context.first_step, self._config.steps):
+                await self._step(step, feed)
+                every = self._config.checkpoint.every
+                if every and (step + 1) % every == 0:
+                    await self._in_thread(self._save)
+                    saved = step + 1
+        except Stopped:
+            self._reports.add("event", event="stopped", step=self._clock.actor)
+        finally:
+            await feed.aclose()
+        if self._clock.actor > saved or not self._checkpoints.newest():
+            await self._in_thread(self._save)
+        await self._in_thread(self._publisher.settle)
+        await self._bus.partition.close()
+
+    async def close(self) -> None:
+        self._publisher.close()
+        self._compute.shutdown(wait=True)
+        self._record.close()
+        self._journal.close()
+        if self._bus is not None:
+            await self._bus.close()
+
+    # One step
+
+    async def _step(self, step: int, feed: AsyncIterator[Group]) -> None:
+        clocks, totals, groups = Clocks(), Totals(), []
+        async for chunk in self._chunks(step, feed, clocks):
+            groups += chunk
+            batches = [group.batch for group in chunk]
+            for group in chunk:
+                for versions in group.batch["policy_versions"]:
+                    self._clock.admit(step, versions)
+            self._journal.write(
+                step=step,
+                segment=self._context.segment,
+                ids=[int(i) for batch in batches for i in batch.ids],
+                ordinals=[group.ordinal for group in chunk],
+            )
+            begun = time.perf_counter()
+            totals.add(
+                await self._in_thread(
+                    lambda batches=batches: self._backend.forward_backward(
+                        pack(batches), self._algorithm.loss
+                    )
+                )
+            )
+            clocks.train += time.perf_counter() - begun
+        begun = time.perf_counter()
+        stats = await self._in_thread(
+            lambda: self._backend.optim_step(1.0 / totals.count if totals.count else 0.0)
+        )
+        clocks.optim = time.perf_counter() - begun
+        self._clock.stepped(step)
+        begun = time.perf_counter()
+        await self._in_thread(self._publish)
+        clocks.publish = time.perf_counter() - begun
+        self._record.write(step=step, ordinals=[group.ordinal for group in groups])
+        self._journal.write(step=step, segment=self._context.segment, done=True)
+        self._trained.add(group.ordinal for group in groups)
+        metrics = step_metrics(step, groups, totals, stats, clocks)
+        await asyncio.gather(*(group.batch.ack() for group in groups))
+        metrics["queue/depth"] = await self._depth()
+        self._reports.add("step", step=step, metrics=metrics)
+
+    async def _chunks(
+        self, step: int, feed: AsyncIterator[Group], clocks: Clocks
+    ) -> AsyncIterator[list[Group]]:
+        if self._replay is not None:
+            groups = ordered(feed, self._replay[step], self._groups)
+        elif self._config.mode == "colocate":
+            groups = canonical(feed, self._groups)
+        else:
+            groups = ordered(feed, None, self._groups)
+        chunks = chunked(groups, self._chunk)
+        while True:
+            begun = time.perf_counter()
+            try:
+                chunk = await self._or_stop(anext(chunks))
+            except StopAsyncIteration:
+                return
+            clocks.wait += time.perf_counter() - begun
+            yield chunk
+
+    async def _feed(self) -> AsyncIterator[Group]:
+        """Every group of every step in order, leased one ahead of what is being trained."""
+        assert self._bus is not None
+        for step in range(self._context.first_step, self._config.steps):
+            for _ in range(self._groups):
+                while True:
+                    try:
+                        batch = await self._bus.groups(schema.TASK_ACTOR, self._members, up_to_step=step)
+                        break
+                    except tq.Timeout:
+                        continue
+                group = Group.of(batch)
+                if group.step != step:
+                    raise RuntimeError(f"the bus gave a group of step {group.step} to step {step}")
+                yield group
+
+    async def _or_stop(self, what: Any) -> Any:
+        if self._stop.is_set():
+            raise Stopped
+        waiting, stop = asyncio.ensure_future(what), asyncio.ensure_future(self._stop.wait())
+        try:
+            await asyncio.wait({waiting, stop}, return_when=asyncio.FIRST_COMPLETED)
+            if waiting.done():
+                return waiting.result()
+            raise Stopped
+        finally:
+            stop.cancel()
+            if not waiting.done():
+                waiting.cancel()
+                await asyncio.gather(waiting, return_exceptions=True)
+
+    async def _depth(self) -> int:
+        assert self._bus is not None
+        return await self._bus.depth()
+
+    # In the compute thread
+
+    async def _in_thread(self, call: Callable[[], Any]) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._compute, call)
+
+    def _publish(self) -> None:
+        self._publisher.publish(self._clock.actor, dict(self._backend.tensors()))
+
+    def _save(self) -> None:
+        self._checkpoints.save(self._clock.actor, self._backend.state(), self._trained.state())
+        self._reports.add("event", event="checkpoint", step=self._clock.actor)
+
+
+def step_metrics(
+    step: int, groups: Sequence[Group], totals: Totals, stats: StepStats, clocks: Clocks
+) -> dict[str, float]:
+    """What is told of a step. Names under `time/` and `perf/` depend on the clock; all others only on the
+    data.
+    """
+    rewards = np.array([float(r) for group in groups for r in group.batch["reward"]])
+    masks = [mask for group in groups for mask in group.batch["loss_mask"]]
+    tokens = int(sum(int(mask.sum()) for mask in masks))
+    ages = np.array(
+        [step - int(versions[:, 0].min()) for group in groups for versions in group.batch["policy_versions"]]
+    )
+    truncated = [float(t) for group in groups for t in group.batch["truncated"]]
+    turns = [float(t) for group in groups for t in group.batch["turns"]]
+    seconds = time.perf_counter() - clocks.started
+    metrics = {
+        "reward/mean": float(rewards.mean()),
+        "reward/std": float(rewards.std()),
+        **{f"loss/{name}" if name != "loss" else name: value for name, value in totals.means().items()},
+        "grad_norm": stats.grad_norm,
+        "lr": stats.lr,
+        "skipped": float(stats.skipped),
+        "staleness/mean": float(ages.mean()),
+        "staleness/max": float(ages.max()),
+        "response/tokens_mean": tokens / len(masks),
+        "response/truncated": float(np.mean(truncated)),
+        "response/turns_mean": float(np.mean(turns)),
+        "tokens/trained": float(tokens),
+        "time/step": seconds,
+        "time/wait": clocks.wait,
+        "time/train": clocks.train,
+        "time/optim": clocks.optim,
+        "time/publish": clocks.publish,
+        "perf/tokens_per_second": tokens / seconds,
+    }
+    for name, values in _parts(groups).items():
+        metrics[f"reward/{name}"] = float(np.mean(values))
+    return metrics
+
+
+def _parts(groups: Sequence[Group]) -> dict[str, list[float]]:
+    parts: dict[str, list[float]] = {}
+    for group in groups:
+        for sample in group.batch["reward_parts"]:
+            for name, value in sample.items():
+                parts.setdefault(name, []).append(float(value))
+    return parts

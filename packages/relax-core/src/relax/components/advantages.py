@@ -1,0 +1,61 @@
+"""The Advantages role: whole groups in, advantages of their tokens back to the bus."""
+
+import numpy as np
+import torch
+import transferqueue as tq
+
+from relax import algorithms, schema
+from relax.algorithms.spec import AdvantageInputs, Algorithm
+from relax.backends.train.base import ragged
+from relax.components.context import RunContext
+from relax.config.run import RunConfig
+from relax.distributed.bus import Bus
+
+
+class Advantages:
+    """Computes the advantages of each group as it becomes whole."""
+
+    def __init__(self, context: RunContext) -> None:
+        self._context = context
+        self._algorithm = algorithm_of(context.config)
+
+    async def run(self) -> None:
+        """Until the partition is closed and drained."""
+        config = self._context.config
+        bus = await Bus.connect(self._context.bus, reference=config.reference)
+        try:
+            while True:
+                try:
+                    batch = await bus.groups(schema.TASK_ADVANTAGES, config.rollout.samples_per_prompt)
+                except tq.Timeout:
+                    continue
+                except tq.Closed:
+                    return
+                advantages = group_advantages(
+                    self._algorithm, [float(r) for r in batch["reward"]], list(batch["loss_mask"])
+                )
+                await bus.partition.update(batch.ids, {"advantages": advantages})
+                await batch.ack()
+        finally:
+            await bus.close()
+
+
+def group_advantages(algorithm: Algorithm, rewards: list[float], masks: list[np.ndarray]) -> list[np.ndarray]:
+    """Advantages of one group: a float32 [response] array a member."""
+    mask, offsets = ragged(masks, torch.float32)
+    inputs = AdvantageInputs(
+        rewards=torch.tensor(rewards, dtype=torch.float32),
+        groups=torch.zeros(len(rewards), dtype=torch.int64),
+        mask=mask,
+        offsets=offsets,
+    )
+    values = algorithm.advantages(inputs).numpy()
+    return [values[start:end] for start, end in zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True)]
+
+
+def algorithm_of(config: RunConfig) -> Algorithm:
+    """The run's algorithm, with the settings that were given over its own."""
+    settings = config.algorithm.overrides()
+    if config.algorithm.name == "dr_grpo" or config.algorithm.aggregation == "fixed":
+        settings["max_length"] = config.rollout.max_new_tokens * config.rollout.max_turns
+    return algorithms.build(config.algorithm.name, settings)

@@ -1,0 +1,48 @@
+"""One engine replica and what keeps it current: the engine, and the task that follows the published
+weights."""
+
+import dcs
+
+from relax.backends.inference.log import EngineLog
+from relax.backends.inference.registry import engine_class
+from relax.components.context import RunContext
+from relax.distributed.schedule import Record, read
+from relax.distributed.weights import follow
+from relax.engine.pool import PooledEngine
+
+
+class EngineHost:
+    """Owns an engine; `run` follows the weights until cancelled."""
+
+    def __init__(self, context: RunContext, name: str) -> None:
+        config = context.config
+        self.name = name
+        self._context = context
+        self._record = Record(context.schedule / f"{name}.jsonl")
+        self._log = EngineLog()
+        replay = None
+        if context.replay is not None:
+            replay = [event["event"] for event in read(context.replay / f"{name}.jsonl")]
+        self.engine: PooledEngine = engine_class(config.rollout.engine)(
+            context.model,
+            dtype=config.model.dtype,
+            max_running=config.rollout.max_running,
+            capacity_tokens=config.model.context_length,
+            log=self._log,
+            replay=replay,
+        )
+
+    async def run(self) -> None:
+        """Commit every version that is published. Ends only by being cancelled, or by a fault."""
+        layout = dcs.layout.of(dict(self.engine.named_weights()))
+        await follow(self.engine, self._context.weights, self._context.run, self.name, layout, self._flush)
+
+    def _flush(self) -> None:
+        """Write away what the engine has decided since the last commit."""
+        for event in self._log.take():
+            self._record.write(event=event)
+
+    async def close(self) -> None:
+        await self.engine.close()
+        self._flush()
+        self._record.close()

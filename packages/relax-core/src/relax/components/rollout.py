@@ -1,0 +1,302 @@
+"""The Rollout role: prompts become groups of episodes on the engine pool, and finished groups go to the bus.
+
+Two schedules share everything but the order of starting. `flow`: a group starts as soon as the version rule
+lets it, on the least loaded replica. `lockstep`: all groups of a step start together, each on the replica its
+ordinal names, and their turns go to the engine in canonical order, so that a run repeats bit for bit.
+"""
+
+import asyncio
+from dataclasses import dataclass
+
+import numpy as np
+from agentic import Episode, EpisodeError, Limits, Sampling, Task, derive_seed, run_episode
+from omni_processor import OmniProcessor
+
+from relax.components.assembly import Environments
+from relax.components.context import RunContext
+from relax.distributed.bus import Bus, Sample
+from relax.distributed.schedule import Record, read
+from relax.distributed.version_clock import VersionClock
+from relax.engine.pacing import Pacer, Slot
+from relax.engine.policy import ReplicaPolicy
+from relax.engine.pool import EnginePool, Replica
+from relax.engine.prompts import Prompt, PromptSource
+from relax.engine.tasks import task_of
+from relax.ops.reports import Reports
+
+
+class RolloutFailed(RuntimeError):
+    """So many groups failed in a row that the fault is not in single prompts."""
+
+
+class EmptyEpisode(RuntimeError):
+    """An episode ended (time limit, abort) before the policy sampled anything: there is nothing to train
+    on.
+    """
+
+
+@dataclass(frozen=True)
+class Start:
+    """One group on its way: which prompt, for which slot, on which replica."""
+
+    prompt: Prompt
+    slot: Slot
+    replica: Replica
+
+
+class Rollout:
+    """Generates the groups of every step from `first_step` to the last."""
+
+    def __init__(
+        self,
+        context: RunContext,
+        processor: OmniProcessor,
+        source: PromptSource,
+        pool: EnginePool,
+        clock: VersionClock,
+        environments: Environments,
+        context_length: int,
+        reports: Reports,
+    ) -> None:
+        config = context.config
+        self._context = context
+        self._processor = processor
+        self._source = source
+        self._pool = pool
+        self._clock = clock
+        self._environments = environments
+        self._reports = reports
+        self._members = config.rollout.samples_per_prompt
+        self._pacer = Pacer(config.rollout.prompts_per_step, context.first_step, config.steps)
+        self._limits = Limits(
+            max_turns=config.rollout.max_turns,
+            max_tokens=context_length,
+            max_seconds=config.rollout.episode_seconds,
+        )
+        self._sampling = Sampling(
+            temperature=config.rollout.temperature,
+            max_new_tokens=config.rollout.max_new_tokens,
+            stop_token_ids=() if config.rollout.ignore_eos else tuple(processor.eos_token_ids),
+        )
+        self._record = Record(context.schedule / "rollout.jsonl")
+        self._generated = 0
+        self._bus: Bus | None = None
+        self._running: set[asyncio.Task[None]] = set()
+
+    async def run(self) -> None:
+        """Until every step has its groups on the bus."""
+        self._bus = await Bus.connect(self._context.bus, reference=self._context.config.reference)
+        if self._context.source is not None:
+            self._source.load_state(self._context.source)
+        self._pool.start()
+        try:
+            if self._context.replay is not None:
+                await self._replay()
+            elif self._context.config.mode == "colocate":
+                await self._lockstep()
+            else:
+                await self._flow()
+        finally:
+            for task in self._running:
+                task.cancel()
+            await asyncio.gather(*self._running, return_exceptions=True)
+            await self._pool.close()
+            await self._environments.close()
+            await self._bus.close()
+            self._record.close()
+
+    # The schedules
+
+    async def _flow(self) -> None:
+        while not self._pacer.exhausted:
+            slot = self._pacer.peek()
+            if slot is None:
+                await self._any_finished()
+                continue
+            if await self._startable(slot.step):
+                prompt = self._source.take()
+                self._launch(prompt, self._pool.least_loaded(slot.step))
+
+    async def _startable(self, step: int) -> bool:
+        """Wait until a group of `step` may start; False when a group ended first, which may change what is
+        next.
+        """
+        waiting = asyncio.ensure_future(self._pool.wait_startable(step))
+        try:
+            await asyncio.wait({waiting, *self._running}, return_when=asyncio.FIRST_COMPLETED)
+            self._reap()
+            if waiting.done():
+                waiting.result()
+                return True
+            return False
+        finally:
+            waiting.cancel()
+
+    async def _lockstep(self) -> None:
+        while (slot := self._pacer.peek()) is not None:
+            await self._pool.wait_all_at(self._clock.earliest(slot.step))
+            starts = []
+            while (next_slot := self._pacer.peek()) is not None and next_slot.step == slot.step:
+                prompt = self._source.take()
+                starts.append((prompt, self._pool.by_ordinal(prompt.ordinal)))
+                self._pacer.start(prompt.ordinal)
+            for _, replica in starts:
+                replica.front.enter(self._members)
+            for prompt, replica in starts:
+                self._begin(Start(prompt, self._pacer.running[prompt.ordinal], replica))
+            while self._running:
+                await self._any_finished()
+
+    async def _replay(self) -> None:
+        assert self._context.replay is not None
+        for entry in read(self._context.replay / "rollout.jsonl"):
+            if entry["event"] != "start":
+                continue
+            while not await self._startable(entry["step"]):
+                pass
+            self._pacer.start(entry["ordinal"])
+            slot = Slot(entry["step"], entry["index"])
+            replica = self._pool.replicas[entry["replica"]]
+            self._begin(Start(self._source.prompt(entry["ordinal"]), slot, replica))
+        while self._running:
+            await self._any_finished()
+
+    def _launch(self, prompt: Prompt, replica: Replica) -> None:
+        slot = self._pacer.start(prompt.ordinal)
+        replica.front.enter(self._members)
+        self._begin(Start(prompt, slot, replica))
+
+    def _begin(self, start: Start) -> None:
+        start.replica.episodes += self._members
+        self._record.write(
+            event="start",
+            ordinal=start.prompt.ordinal,
+            step=start.slot.step,
+            index=start.slot.index,
+            replica=start.replica.name,
+        )
+        self._running.add(asyncio.create_task(self._group(start)))
+
+    async def _any_finished(self) -> None:
+        if self._running:
+            await asyncio.wait(self._running, return_when=asyncio.FIRST_COMPLETED)
+        self._reap()
+
+    def _reap(self) -> None:
+        for task in [task for task in self._running if task.done()]:
+            self._running.discard(task)
+            task.result()
+
+    # One group
+
+    async def _group(self, start: Start) -> None:
+        ordinal = start.prompt.ordinal
+        try:
+            episodes = await self._episodes(start)
+            if empty := [
+                member for member, episode in enumerate(episodes) if not episode.transcript.loss_mask.any()
+            ]:
+                raise EmptyEpisode(f"members {empty} of group {ordinal} ended before a token was sampled")
+        except (EpisodeError, EmptyEpisode) as error:
+            self._failed(start, error)
+            return
+        finally:
+            start.replica.episodes -= self._members
+        samples = [self._sample(start, member, episode) for member, episode in enumerate(episodes)]
+        ages = [self._clock.admit(start.slot.step, sample.policy_versions) for sample in samples]
+        assert self._bus is not None
+        await self._bus.put_group(samples, start.slot.step)
+        self._pacer.finished(ordinal)
+        self._report(start, samples, max(ages))
+
+    async def _episodes(self, start: Start) -> list[Episode]:
+        policy = ReplicaPolicy(self._processor, start.replica)
+        task = task_of(start.prompt)
+        members = [
+            asyncio.create_task(self._episode(start, task, policy, member)) for member in range(self._members)
+        ]
+        try:
+            return list(await asyncio.gather(*members))
+        except BaseException:
+            for member in members:
+                member.cancel()
+            await asyncio.gather(*members, return_exceptions=True)
+            raise
+
+    async def _episode(self, start: Start, task: Task, policy: ReplicaPolicy, member: int) -> Episode:
+        try:
+            return await run_episode(
+                self._environments(),
+                task,
+                policy,
+                limits=self._limits,
+                sampling=self._sampling,
+                request_id=f"{start.prompt.ordinal:08d}-{member:03d}",
+                seed=derive_seed(self._context.config.seed, start.prompt.ordinal, member),
+            )
+        finally:
+            start.replica.front.leave()
+
+    def _failed(self, start: Start, error: EpisodeError | EmptyEpisode) -> None:
+        self._pacer.failed(start.prompt.ordinal)
+        self._record.write(
+            event="drop", ordinal=start.prompt.ordinal, step=start.slot.step, reason=str(error)
+        )
+        self._reports.add(
+            "event",
+            event="group dropped",
+            ordinal=start.prompt.ordinal,
+            step=start.slot.step,
+            reason=str(error),
+        )
+        if self._pacer.failures_in_a_row > self._context.config.rollout.max_failures:
+            raise RolloutFailed(
+                f"{self._pacer.failures_in_a_row} groups failed in a row (rollout.max_failures = "
+                f"{self._context.config.rollout.max_failures}); the last one: {error}"
+            ) from error
+
+    def _sample(self, start: Start, member: int, episode: Episode) -> Sample:
+        transcript = episode.transcript
+        return Sample(
+            prompt_key=start.prompt.key,
+            group=f"{start.prompt.ordinal:08d}",
+            ordinal=start.prompt.ordinal,
+            member=member,
+            tokens=transcript.tokens,
+            prompt_length=transcript.prompt_length,
+            loss_mask=transcript.loss_mask,
+            rollout_logprobs=transcript.logprobs,
+            policy_versions=transcript.versions,
+            reward=episode.reward,
+            reward_parts=episode.reward_parts,
+            truncated=episode.truncated,
+            turns=episode.turns,
+            media=transcript.media,
+        )
+
+    def _report(self, start: Start, samples: list[Sample], age: int) -> None:
+        sampled = sum(int(np.sum(sample.loss_mask)) for sample in samples)
+        self._generated += sampled
+        self._reports.add(
+            "rollout", generated_tokens=self._generated, running_groups=len(self._pacer.running), age=age
+        )
+        if start.slot.index >= self._context.config.log.samples_per_step:
+            return
+        sample = samples[0]
+        self._reports.add(
+            "sample",
+            step=start.slot.step,
+            ordinal=sample.ordinal,
+            member=0,
+            prompt=self._processor.decode(sample.tokens[: sample.prompt_length], skip_special_tokens=False),
+            response=self._processor.decode(sample.tokens[sample.prompt_length :], skip_special_tokens=False),
+            answer=_text(start.prompt.answer),
+            reward=sample.reward,
+            reward_parts=dict(sample.reward_parts),
+            turns=sample.turns,
+            versions=np.asarray(sample.policy_versions).tolist(),
+        )
+
+
+def _text(answer: object) -> str | None:
+    return None if answer is None else str(answer)

@@ -1,0 +1,69 @@
+"""Combinations that cannot work, refused before anything is started."""
+
+from relax.config.base import ConfigError
+from relax.config.run import RunConfig
+
+
+def check(config: RunConfig) -> None:
+    """Raise ConfigError for the combinations that single fields cannot see; all of them at once."""
+    faults = [*_staleness(config), *_sampling(config), *_groups(config), *_inputs(config)]
+    if faults:
+        raise ConfigError("this configuration cannot run:\n  " + "\n  ".join(faults))
+
+
+def _staleness(config: RunConfig) -> list[str]:
+    if config.mode == "colocate" and config.max_staleness > 0:
+        return [
+            f"max_staleness = {config.max_staleness} with mode = colocate: roles that take turns are "
+            f"strictly on-policy; "
+            "set max_staleness=0 or mode=async"
+        ]
+    return []
+
+
+def _sampling(config: RunConfig) -> list[str]:
+    sampling = config.rollout
+    return [
+        f"rollout.{key} = {value}: a ratio loss needs the whole distribution that was sampled from; set "
+        f"rollout.{key}={off}"
+        for key, value, off in (("top_p", sampling.top_p, 1.0), ("top_k", sampling.top_k, 0))
+        if value != off
+    ]
+
+
+def _groups(config: RunConfig) -> list[str]:
+    faults = []
+    if config.rollout.samples_per_prompt < 2:
+        faults.append(
+            f"rollout.samples_per_prompt = {config.rollout.samples_per_prompt}: {config.algorithm.name} "
+            f"compares the samples "
+            "of a prompt with each other; give at least 2"
+        )
+    if config.environment.name == "calculator" and config.rollout.max_turns < 2:
+        faults.append(
+            f"rollout.max_turns = {config.rollout.max_turns} with environment = calculator: the tool's "
+            f"answer comes in the "
+            "second turn; give at least 2"
+        )
+    if (
+        config.model.context_length is not None
+        and config.rollout.max_new_tokens >= config.model.context_length
+    ):
+        faults.append(
+            f"rollout.max_new_tokens = {config.rollout.max_new_tokens} leaves no room for a prompt in "
+            f"model.context_length = {config.model.context_length}"
+        )
+    return faults
+
+
+def _inputs(config: RunConfig) -> list[str]:
+    faults = []
+    if not config.data.path:
+        faults.append("data.path is empty: name a JSONL or Parquet file, or module:function")
+    supervised = config.actor.supervised
+    if supervised.steps and not config.data.answer_column and config.environment.name == "single_turn":
+        faults.append(
+            f"actor.supervised.steps = {supervised.steps} needs answers to imitate: name their column in "
+            f"data.answer_column"
+        )
+    return faults

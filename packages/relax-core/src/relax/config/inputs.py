@@ -1,0 +1,60 @@
+"""What goes into a run: the model, the prompts, the environment and the reward."""
+
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from relax.config.base import Settings
+
+
+class ModelSettings(Settings):
+    """The policy. `model=PATH_OR_HUB_ID` is short for `model.path=...`."""
+
+    path: str = "tiny"
+    """`tiny` or `tiny_vl` (made on the spot, random weights), a local Hugging Face folder, or a hub id."""
+    revision: str | None = None
+    """Hub revision; only for a hub id."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    context_length: int | None = Field(default=None, ge=8)
+    """Tokens of prompt and response together; the model's own limit when not given."""
+    tiny: dict[str, int] = Field(default_factory=dict)
+    """Dimensions of the tiny model, as in its config.json: hidden_size, num_hidden_layers, ..."""
+
+
+class DataSettings(Settings):
+    """The prompts. `data=PATH` is short for `data.path=...`."""
+
+    path: str = ""
+    """JSONL, JSON, CSV or Parquet file, a `datasets` folder or hub name, or `module:function` that returns
+    rows.
+    """
+    split: str = "train"
+    prompt_column: str = "prompt"
+    """Column with the prompt as text; not read when `messages_column` is given."""
+    messages_column: str | None = None
+    """Column with the prompt as chat messages, each {"role", "content"}."""
+    answer_column: str | None = None
+    """Column with the reference answer, given to the reward and the environment."""
+    image_column: str | None = None
+    """Column with one image or a list of images a row; they replace the `<image>` placeholders of the prompt
+    in order.
+    """
+    system_prompt: str | None = None
+    shuffle: bool = True
+    """Order the rows anew in each epoch, by the run's seed."""
+    limit: int | None = Field(default=None, ge=1)
+    """Use only the first rows."""
+
+
+class FactorySettings(Settings):
+    """A registered name, or `module:attribute`, with its keyword arguments. A plain string is short for
+    `name`.
+    """
+
+    name: str
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _short(cls, value: Any) -> Any:
+        return {"name": value} if isinstance(value, str) else value

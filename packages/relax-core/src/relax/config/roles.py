@@ -1,0 +1,83 @@
+"""Settings of the roles: rollout, actor, and what the algorithm asks of the others."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from relax.config.base import Settings
+
+
+class AlgorithmSettings(Settings):
+    """The loss. A field left out keeps the default of the named algorithm."""
+
+    name: str = "grpo"
+    """Registered algorithm (`grpo`, `dapo`, `dr_grpo`) or `module:attribute`."""
+    clip_low: float | None = Field(default=None, gt=0, lt=1)
+    clip_high: float | None = Field(default=None, gt=0)
+    """Above `clip_low`: clip-higher."""
+    delta: float | None = Field(default=None, gt=1)
+    """Cap of the unclipped ratio (two-sided clipping)."""
+    kl_coef: float | None = Field(default=None, ge=0)
+    """Weight of the KL to the reference in the loss; above 0 a Reference role is started."""
+    kl_estimator: Literal["k1", "k2", "k3"] | None = None
+    aggregation: Literal["token", "sequence", "fixed"] | None = None
+    """Mean over tokens of the batch, over sequences, or divide by a fixed length."""
+    normalize_std: bool | None = None
+
+    def overrides(self) -> dict[str, object]:
+        """The settings that were given, by name."""
+        return {k: v for k, v in self.model_dump(exclude={"name"}).items() if v is not None}
+
+
+class RolloutSettings(Settings):
+    """Generation: how many prompts and samples a step, by which engine, with which sampling."""
+
+    engine: str = "transformers"
+    """Registered engine or `module:attribute`."""
+    replicas: int = Field(default=2, ge=1)
+    """Engine replicas in the pool."""
+    prompts_per_step: int = Field(default=8, ge=1)
+    """Groups trained by one optimizer step."""
+    samples_per_prompt: int = Field(default=8, ge=1)
+    """Members of a group."""
+    max_new_tokens: int = Field(default=32, ge=1)
+    """Most tokens the policy samples in one turn."""
+    max_turns: int = Field(default=1, ge=1)
+    temperature: float = Field(default=1.0, gt=0)
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    top_k: int = Field(default=0, ge=0)
+    ignore_eos: bool = False
+    """Sample on to `max_new_tokens` whatever comes."""
+    max_running: int = Field(default=64, ge=1)
+    """Requests one replica decodes at once."""
+    inflight: Literal["retract"] = "retract"
+    """What becomes of running requests when new weights are committed: their KV is recomputed."""
+    episode_seconds: float = Field(default=300.0, gt=0)
+    """Longest time of one episode."""
+    max_failures: int = Field(default=16, ge=0)
+    """Groups in a row that may fail before the run ends."""
+
+
+class SupervisedSettings(Settings):
+    """A short supervised warm-up on prompt and answer before the first rollout."""
+
+    steps: int = Field(default=0, ge=0)
+    batch_size: int = Field(default=32, ge=1)
+    lr: float = Field(default=3e-3, gt=0)
+
+
+class ActorSettings(Settings):
+    """Training."""
+
+    backend: str = "torch_native"
+    """Registered training backend or `module:attribute`."""
+    lr: float = Field(default=1e-6, gt=0)
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = Field(default=1e-8, gt=0)
+    weight_decay: float = Field(default=0.0, ge=0)
+    clip_grad_norm: float = Field(default=1.0, gt=0)
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    lr_warmup_steps: int = Field(default=0, ge=0)
+    micro_batch_size: int = Field(default=16, ge=1)
+    """Samples in one forward and backward; rounded to whole groups."""
+    supervised: SupervisedSettings = SupervisedSettings()

@@ -1,0 +1,60 @@
+"""Settings of what carries a run: the run folder, the bus, the weights, Ray, checkpoints and logs."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from relax.config.base import Settings
+
+
+class RunSettings(Settings):
+    name: str | None = None
+    """Name of the run's folder; the configuration's name and the time when not given."""
+    root: str = "runs"
+    """Folder of the run folders."""
+
+
+class QueueSettings(Settings):
+    """transferqueue, started with the run."""
+
+    storage_units: int = Field(default=1, ge=1)
+    max_bytes: str = "1GiB"
+    """Most payload held at once over all units."""
+    port: int = Field(default=0, ge=0, le=65535)
+    """Port of the controller on loopback; 0 takes a free one."""
+
+
+class WeightSettings(Settings):
+    """dcs, started with the run."""
+
+    port: int = Field(default=0, ge=0, le=65535)
+    """Port of the coordinator on loopback; 0 takes a free one."""
+    timeout_seconds: float = Field(default=120.0, gt=0)
+    """Longest wait for engines to take a version."""
+
+
+class RaySettings(Settings):
+    """The Ray that holds the roles: started inside the command, or an existing cluster's `address`."""
+
+    address: str | None = None
+    num_cpus: float | None = Field(default=None, gt=0)
+    """CPUs of the embedded Ray; those of the machine when not given."""
+    cpus_per_worker: float = Field(default=0.2, gt=0)
+    """CPUs a role's worker reserves (a reservation, not a limit)."""
+    start_seconds: float = Field(default=180.0, gt=0)
+    """Longest time until every role is ready."""
+
+
+class CheckpointSettings(Settings):
+    every: int = Field(default=0, ge=0)
+    """Steps between checkpoints; 0 writes one at the end only."""
+    keep: int = Field(default=2, ge=1)
+    """Newest checkpoints kept."""
+
+
+class LogSettings(Settings):
+    progress: Literal["auto", "rich", "plain", "none"] = "auto"
+    """Live display on a terminal, plain lines elsewhere."""
+    tensorboard: bool = True
+    samples_per_step: int = Field(default=2, ge=0)
+    """Samples of each step written to samples.jsonl."""

@@ -1,0 +1,1 @@
+"""Data that the demonstrations bring along, made from what installed packages bundle."""

@@ -1,0 +1,35 @@
+"""The record of a run's scheduling decisions, enough to replay it bit for bit.
+
+One JSON line a decision, appended when it is taken: `rollout.jsonl` says which group went to which replica
+for which step, `actor.jsonl` which groups each step trained, in which order, `engine-N.jsonl` what each
+engine admitted, decoded and committed.
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+
+class Record:
+    """An append-only file of JSON lines; a line is with the operating system when `write` returns."""
+
+    def __init__(self, file: Path) -> None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        self._stream: IO[str] = file.open("a", buffering=1)
+
+    def write(self, **entry: Any) -> None:
+        self._stream.write(json.dumps(entry, separators=(",", ":")) + "\n")
+
+    def close(self) -> None:
+        self._stream.close()
+
+
+def read(file: Path) -> Iterator[dict[str, Any]]:
+    """The lines of a record; a last line cut short by a crash is left out."""
+    if not file.is_file():
+        return
+    with file.open() as stream:
+        for line in stream:
+            if line.endswith("\n"):
+                yield json.loads(line)

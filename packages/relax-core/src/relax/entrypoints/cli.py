@@ -1,0 +1,158 @@
+"""The `relax` command."""
+
+import sys
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+from rich.console import Console
+
+app = typer.Typer(
+    name="relax",
+    help="Asynchronous reinforcement-learning post-training.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_show_locals=False,
+)
+_error = Console(stderr=True)
+
+Words = Annotated[
+    list[str] | None,
+    typer.Argument(help="CONFIG.yaml, then key=value words such as actor.lr=1e-6", show_default=False),
+]
+
+
+@app.command()
+def train(
+    words: Words = None,
+    resume: Annotated[
+        Path | None, typer.Option(help="Go on with the run in this folder, from its newest checkpoint.")
+    ] = None,
+    replay: Annotated[
+        Path | None, typer.Option(help="Follow the recorded schedule of this run, bit for bit.")
+    ] = None,
+) -> None:
+    """Train: relax train configs/quickstart.yaml actor.lr=1e-3"""
+    from relax.config import ConfigError
+
+    try:
+        _train(words or [], resume, replay)
+    except ConfigError as error:
+        _fail(str(error), 2)
+
+
+def _train(words: list[str], resume: Path | None, replay: Path | None) -> None:
+    from relax.config import ConfigError, load
+    from relax.orchestration import run_folder
+    from relax.orchestration.launcher import RoleFailed
+    from relax.orchestration.train import prepare
+    from relax.orchestration.train import train as run
+
+    file, overrides = _split(words)
+    if resume is not None:
+        if file is not None:
+            raise ConfigError(
+                f"--resume takes the run's own configuration; leave {file} out, key=value words may stay"
+            )
+        folder, config = run_folder.reopen(resume, overrides)
+        name = folder.path.name
+    else:
+        if file is None and replay is not None:
+            file = replay / "config.yaml"
+        config = load(file, overrides)
+        name = file.stem if file is not None else "run"
+        if replay is not None:
+            name = f"{replay.absolute().name}-replay"
+        folder = run_folder.create(config, name)
+    try:
+        schedule = _schedule(replay) if replay is not None else None
+        context = prepare(config, folder, resume=resume is not None, replay=schedule)
+    except ConfigError:
+        if resume is None:
+            run_folder.discard(folder)
+        raise
+    try:
+        outcome = run(config, folder, context, name)
+    except RoleFailed as error:
+        _fail(f"{error}\nrun at {folder.path}", 1)
+    except (KeyboardInterrupt, BaseExceptionGroup):
+        _fail(f"interrupted; run at {folder.path}", 130)
+    if outcome.accounting is not None:
+        typer.echo(f"samples: {outcome.accounting}")
+        if outcome.accounting.faults:
+            _fail(f"the accounting of samples is not exact; see {folder.accounting}", 1)
+    if outcome.stopped:
+        typer.echo(f"stopped; go on with: relax train --resume {folder.path}")
+    elif not outcome.rewards and context.first_step >= config.steps:
+        typer.echo(
+            f"nothing to do: {context.first_step} of {config.steps} steps are done; raise steps=N to go on"
+        )
+    typer.echo(outcome.summary)
+
+
+@app.command()
+def export(
+    run: Annotated[Path, typer.Argument(help="Run folder.")],
+    out: Annotated[Path, typer.Argument(help="Folder to write; must not exist.")],
+    step: Annotated[int | None, typer.Option(help="Checkpoint to export; the newest when not given.")] = None,
+) -> None:
+    """Write a run's model as a Hugging Face folder: relax export runs/NAME OUT"""
+    from relax.config import ConfigError
+    from relax.orchestration.export import export_run
+
+    try:
+        checkpoint = export_run(run, out, step)
+    except ConfigError as error:
+        _fail(str(error), 2)
+    typer.echo(f"step {checkpoint.step} written to {out}")
+
+
+@app.command()
+def doctor(words: Words = None) -> None:
+    """Say what would run where, and what is wrong: relax doctor configs/quickstart.yaml"""
+    from relax.config import ConfigError, check, load
+    from relax.orchestration.plan import check_cpus, plan
+
+    try:
+        file, overrides = _split(words or [])
+        config = load(file, overrides)
+        resolved = plan(config)
+        Console().print(resolved.table())
+        check(config)
+        check_cpus(resolved, config)
+    except ConfigError as error:
+        _fail(str(error), 2)
+    typer.echo(
+        f"{config.mode}, max_staleness {config.max_staleness}, {config.steps} steps of "
+        f"{config.batch_samples} samples: ok"
+    )
+
+
+def _split(words: list[str]) -> tuple[Path | None, list[str]]:
+    """The configuration file and the key=value words; the file is the one word without an equals sign."""
+    from relax.config import ConfigError
+
+    files = [word for word in words if "=" not in word]
+    if len(files) > 1:
+        raise ConfigError(
+            f"more than one configuration file: {', '.join(files)}; further words are key=value"
+        )
+    return (Path(files[0]) if files else None), [word for word in words if "=" in word]
+
+
+def _schedule(run: Path) -> Path:
+    from relax.config import ConfigError
+
+    recorded = run.absolute() / "schedule" / "segment-0"
+    if not recorded.is_dir():
+        raise ConfigError(f"--replay {run}: no recorded schedule lies there (no {recorded})")
+    return recorded
+
+
+def _fail(text: str, code: int) -> NoReturn:
+    _error.print(text, style="red", markup=False, highlight=False, soft_wrap=True)
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    app()

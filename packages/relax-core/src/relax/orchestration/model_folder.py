@@ -1,0 +1,97 @@
+"""The folder of the policy: made on the spot, given, or fetched from the hub; checked before anything
+starts."""
+
+import json
+from pathlib import Path
+
+from relax.backends.tiny import write_tiny
+from relax.config import ConfigError, RunConfig
+
+TINY = {"tiny": "qwen3", "tiny_vl": "qwen3_vl"}
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+SUPPORTED_WEIGHTS = ("*.safetensors",)
+
+
+def model_folder(config: RunConfig, made_at: Path) -> Path:
+    """The local folder with the policy's config, tokenizer and, unless tiny, weights.
+
+    Args:
+        config: of the run.
+        made_at: where a tiny model is written, or was by an earlier start of the run.
+
+    Raises:
+        ConfigError: the folder lacks what a run needs, or the hub has no such model.
+    """
+    path = config.model.path
+    if path in TINY:
+        if not (made_at / "config.json").is_file():
+            try:
+                write_tiny(made_at, TINY[path], **config.model.tiny)  # pyright: ignore[reportArgumentType]
+            except (TypeError, ValueError) as error:
+                raise ConfigError(f"model.tiny = {config.model.tiny}: {error}") from error
+        return made_at
+    if config.model.tiny:
+        raise ConfigError(f"model.tiny is for model.path = tiny or tiny_vl, not {path!r}")
+    folder = Path(path)
+    if not folder.is_dir():
+        if folder.is_absolute() or path.startswith(".") or folder.exists():
+            raise ConfigError(f"model.path = {path!r}: there is no such folder")
+        folder = _from_hub(config)
+    check_folder(folder, config)
+    return folder.absolute()
+
+
+def check_folder(folder: Path, config: RunConfig) -> None:
+    """Raise ConfigError for a folder that a run could not use."""
+    path = config.model.path
+    if not (folder / "config.json").is_file():
+        raise ConfigError(
+            f"model.path = {path!r}: {folder} has no config.json, so it is no Hugging Face model folder"
+        )
+    try:
+        content = json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"model.path = {path!r}: {folder / 'config.json'} cannot be read: {error}"
+        ) from error
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        raise ConfigError(
+            f"model.path = {path!r}: {folder} has no tokenizer (none of {', '.join(TOKENIZER_FILES)}); "
+            f"save one there "
+            "with tokenizer.save_pretrained(folder)"
+        )
+    if not any(next(folder.glob(pattern), None) for pattern in SUPPORTED_WEIGHTS):
+        raise ConfigError(
+            f"model.path = {path!r}: {folder} has no *.safetensors weights; save them with "
+            f"model.save_pretrained(folder)"
+        )
+    own = (content.get("text_config") or content).get("max_position_embeddings")
+    if own and config.rollout.max_new_tokens >= own:
+        raise ConfigError(
+            f"rollout.max_new_tokens = {config.rollout.max_new_tokens} leaves no room for a prompt in the "
+            f"model's context "
+            f"of {own} tokens"
+        )
+
+
+def _from_hub(config: RunConfig) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    path = config.model.path
+    try:
+        return Path(
+            snapshot_download(
+                path,
+                revision=config.model.revision,
+                allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"],
+            )
+        )
+    except HFValidationError as error:
+        raise ConfigError(f"model.path = {path!r} is neither a local folder nor a hub id: {error}") from error
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        raise ConfigError(
+            f"model.path = {path!r}: there is no such local folder, and the hub did not give it ({error}); "
+            f"for a local "
+            "model give the path of its folder"
+        ) from error

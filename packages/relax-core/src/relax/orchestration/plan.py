@@ -1,0 +1,80 @@
+"""What would run where: every role of a run with its processes and its share of the machine."""
+
+import os
+from dataclasses import dataclass
+
+from rich.table import Table
+
+from relax.config import ConfigError, RunConfig
+
+SERVICE_CPUS = 0.05
+"""CPUs that a role's Serve deployment reserves for itself: it only supervises."""
+
+
+@dataclass(frozen=True)
+class RolePlan:
+    """One role: its deployment, and the workers that the deployment supervises."""
+
+    name: str
+    workers: tuple[str, ...]
+    cpus_per_worker: float
+    about: str
+
+    @property
+    def cpus(self) -> float:
+        return SERVICE_CPUS + self.cpus_per_worker * len(self.workers)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All roles of a run, in the order they are listed; every one starts at once."""
+
+    roles: tuple[RolePlan, ...]
+    shared_placement: bool
+
+    @property
+    def cpus(self) -> float:
+        return sum(role.cpus for role in self.roles)
+
+    def table(self) -> Table:
+        table = Table(title="what runs where", title_justify="left")
+        for column in ("role", "workers", "CPUs", "what"):
+            table.add_column(column)
+        for role in self.roles:
+            table.add_row(role.name, ", ".join(role.workers), f"{role.cpus:g}", role.about)
+        return table
+
+
+def plan(config: RunConfig) -> Plan:
+    """The roles a configuration asks for."""
+    cpus = config.ray.cpus_per_worker
+    engines = tuple(f"engine-{number}" for number in range(config.rollout.replicas))
+    roles = [
+        RolePlan("actor", ("actor",), cpus, f"trains with {config.actor.backend}, publishes weights"),
+        RolePlan(
+            "rollout",
+            ("rollout", *engines),
+            cpus,
+            f"episodes on {len(engines)} {config.rollout.engine} engines",
+        ),
+        RolePlan("advantages", ("advantages",), cpus, f"{config.algorithm.name} advantages of whole groups"),
+    ]
+    if config.reference:
+        roles.insert(2, RolePlan("reference", ("reference",), cpus, "logprobs under the initial policy"))
+    return Plan(tuple(roles), shared_placement=config.mode == "colocate")
+
+
+def check_cpus(plan: Plan, config: RunConfig) -> None:
+    """Raise ConfigError when an embedded Ray would not have the CPUs the plan reserves."""
+    if config.launcher != "ray" or config.ray.address is not None:
+        return
+    there = config.ray.num_cpus if config.ray.num_cpus is not None else float(os.cpu_count() or 1)
+    if plan.cpus > there:
+        raise ConfigError(
+            f"too few CPUs: the roles reserve {plan.cpus:g} (ray.cpus_per_worker = "
+            f"{config.ray.cpus_per_worker:g} for each "
+            f"of {sum(len(role.workers) for role in plan.roles)} workers) and Ray would have {there:g} "
+            f"({'ray.num_cpus' if config.ray.num_cpus is not None else 'this machine'}); lower "
+            f"ray.cpus_per_worker or "
+            "rollout.replicas, or raise ray.num_cpus"
+        )

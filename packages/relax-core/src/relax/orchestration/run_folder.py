@@ -1,0 +1,110 @@
+"""The folder of one run: what lies where, and whether it can be begun or resumed."""
+
+import json
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from relax.config import ConfigError, RunConfig, dump, load
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """Paths of a run: config.yaml, metrics.jsonl, samples.jsonl, events.jsonl, journal.jsonl,
+    accounting.jsonl, tensorboard/, checkpoints/, schedule/, logs/, and model/ where the model was made on the
+    spot.
+    """
+
+    path: Path
+
+    @property
+    def config(self) -> Path:
+        return self.path / "config.yaml"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def samples(self) -> Path:
+        return self.path / "samples.jsonl"
+
+    @property
+    def events(self) -> Path:
+        return self.path / "events.jsonl"
+
+    @property
+    def accounting(self) -> Path:
+        return self.path / "accounting.jsonl"
+
+    @property
+    def journal(self) -> Path:
+        return self.path / "journal.jsonl"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.path / "tensorboard"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    @property
+    def model(self) -> Path:
+        return self.path / "model"
+
+    @property
+    def segments(self) -> Path:
+        return self.path / "segments.jsonl"
+
+
+def create(config: RunConfig, name: str) -> RunFolder:
+    """Make the folder of a new run and save its configuration.
+
+    Raises:
+        ConfigError: a run of that name is there.
+    """
+    name = config.run.name or f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    path = (Path(config.run.root) / name).absolute()
+    try:
+        path.mkdir(parents=True)
+    except FileExistsError:
+        raise ConfigError(
+            f"run.name = {name!r}: {path} is already there; resume it with --resume {path}, or choose "
+            f"another name"
+        ) from None
+    except OSError as error:
+        raise ConfigError(f"run.root = {config.run.root!r}: {path} cannot be made: {error}") from error
+    folder = RunFolder(path)
+    folder.config.write_text(dump(config))
+    folder.logs.mkdir()
+    return folder
+
+
+def reopen(path: Path, overrides: list[str]) -> tuple[RunFolder, RunConfig]:
+    """The folder and configuration of a run that was begun before.
+
+    Raises:
+        ConfigError: there is no run there, or it never reached a checkpoint.
+    """
+    folder = RunFolder(path.absolute())
+    if not folder.config.is_file():
+        raise ConfigError(f"--resume {path}: no run lies there (no {folder.config.name})")
+    return folder, load(folder.config, overrides)
+
+
+def begin_segment(folder: RunFolder, entry: dict[str, Any]) -> int:
+    """Note one more start of the run; returns its number, from 0."""
+    number = sum(1 for _ in folder.segments.open()) if folder.segments.is_file() else 0
+    with folder.segments.open("a") as stream:
+        stream.write(
+            json.dumps({"segment": number, "time": time.strftime("%Y-%m-%dT%H:%M:%S"), **entry}) + "\n"
+        )
+    return number
+
+
+def discard(folder: RunFolder) -> None:
+    """Remove the folder of a run that could not begin."""
+    shutil.rmtree(folder.path)

@@ -1,0 +1,279 @@
+"""One run from configuration to summary: services, roles, what they report, a tidy end."""
+
+import asyncio
+import contextlib
+import signal
+import time
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from relax.components.context import RunContext
+from relax.config import RunConfig, check
+from relax.distributed.bus import Endpoint
+from relax.engine.checkpoints import Checkpoints, read_source
+from relax.ops.progress import Display, display
+from relax.ops.reports import Report
+from relax.ops.sinks import JsonLines, Sink, TensorBoard
+from relax.orchestration.accounting import Accounting, settle
+from relax.orchestration.launcher import Launcher, Poll, RoleFailed
+from relax.orchestration.model_folder import model_folder
+from relax.orchestration.plan import Plan, check_cpus, plan
+from relax.orchestration.preflight import preflight
+from relax.orchestration.run_folder import RunFolder, begin_segment
+from relax.orchestration.services import services
+
+POLL_SECONDS = 0.25
+STOP_SECONDS = 60.0
+"""Longest tidy end after a stop; then the rest is ended."""
+
+
+@dataclass
+class Outcome:
+    """What a run came to."""
+
+    folder: Path
+    steps: int
+    rewards: list[float]
+    seconds: float
+    start_seconds: float
+    stopped: bool
+    accounting: Accounting | None = None
+
+    @property
+    def summary(self) -> str:
+        """`reward FIRST -> LAST in N steps, M s, run at runs/NAME`."""
+        where = _shown(self.folder)
+        if not self.rewards:
+            return f"no step done, {self.seconds:.0f} s, run at {where}"
+        return (
+            f"reward {self.rewards[0]:.3f} -> {self.rewards[-1]:.3f} in {self.steps} steps, "
+            f"{self.seconds:.0f} s, "
+            f"run at {where}"
+        )
+
+
+@dataclass
+class _Run:
+    """What one start of a run holds on to."""
+
+    folder: RunFolder
+    display: Display
+    sinks: list[Sink]
+    samples: JsonLines
+    events: JsonLines
+    started: float = field(default_factory=time.monotonic)
+    first_step_at: float | None = None
+    rewards: list[float] = field(default_factory=list)
+    steps: int = 0
+
+    def take(self, report: Report) -> None:
+        match report.kind:
+            case "step":
+                self.first_step_at = self.first_step_at or time.monotonic()
+                step, metrics = report.data["step"], report.data["metrics"]
+                self.rewards.append(metrics["reward/mean"])
+                self.steps += 1
+                for sink in self.sinks:
+                    sink.step(step, metrics)
+                self.display.step(step, metrics)
+            case "rollout":
+                self.display.rollout(report.data)
+            case "sample":
+                self.samples.write(report.data)
+            case "event":
+                self.events.write({"time": time.time(), "role": report.role, **report.data})
+                self._show(report)
+
+    def _show(self, report: Report) -> None:
+        match report.data["event"]:
+            case "warm-up":
+                self.display.phase(
+                    f"supervised warm-up {report.data['step']}/{report.data['of']}, loss "
+                    f"{report.data['loss']:.3f}"
+                )
+            case "group dropped":
+                self.display.note(f"group {report.data['ordinal']} dropped: {report.data['reason']}")
+
+    def close(self) -> None:
+        for sink in self.sinks:
+            sink.close()
+        self.samples.close()
+        self.events.close()
+
+
+def prepare(config: RunConfig, folder: RunFolder, *, resume: bool, replay: Path | None = None) -> RunContext:
+    """Check everything that can be checked beforehand, and fix what the roles are told.
+
+    Raises:
+        ConfigError: the run cannot work.
+    """
+    check(config)
+    check_cpus(plan(config), config)
+    model = model_folder(config, folder.model)
+    nowhere = Endpoint("")
+    context = RunContext(config, folder.path, model, nowhere, nowhere, replay=replay)
+    preflight(config, context)
+    newest = Checkpoints(folder.path, config.checkpoint.keep).newest() if resume else None
+    if newest is not None:
+        context = replace(
+            context, first_step=newest.step, checkpoint=newest.folder, source=read_source(newest.folder)
+        )
+    return context
+
+
+def train(config: RunConfig, folder: RunFolder, context: RunContext, title: str) -> Outcome:
+    """Run to the last step, or to a tidy end on SIGINT or SIGTERM.
+
+    Raises:
+        RoleFailed: a role ended with a fault; everything has been ended.
+        ConfigError: a service's port is in use.
+    """
+    if context.first_step >= config.steps:
+        return Outcome(folder.path, 0, [], 0.0, 0.0, stopped=False)
+    segment = begin_segment(folder, {"first_step": context.first_step})
+    resolved = plan(config)
+    shown = display(config.log.progress, title, config.steps, context.first_step)
+    sinks: list[Sink] = [JsonLines(folder.metrics)]
+    if config.log.tensorboard:
+        sinks.append(TensorBoard(folder.tensorboard))
+    run = _Run(folder, shown, sinks, JsonLines(folder.samples), JsonLines(folder.events))
+    try:
+        with services(config) as started:
+            context = replace(context, bus=started.bus, weights=started.weights, segment=segment)
+            try:
+                with _launcher(resolved, context, run) as launcher:
+                    stopped = asyncio.run(_supervise(launcher, resolved, config, run))
+            finally:
+                accounting = settle(started.bus, folder.journal, segment)
+                JsonLines(folder.accounting).step(run.steps, accounting.as_dict())
+    finally:
+        shown.close()
+        run.close()
+    ended = time.monotonic()
+    return Outcome(
+        folder.path,
+        run.steps,
+        run.rewards,
+        ended - run.started,
+        (run.first_step_at or ended) - run.started,
+        stopped,
+        accounting,
+    )
+
+
+@contextlib.contextmanager
+def _launcher(resolved: Plan, context: RunContext, run: _Run) -> Iterator[Launcher]:
+    if context.config.launcher == "local":
+        from relax.orchestration.local import LocalLauncher
+
+        yield LocalLauncher(resolved, context)
+        return
+    from relax.orchestration.cluster import cluster
+
+    run.display.phase("starting Ray")
+    with cluster(context.config, context.run):
+        from relax.orchestration.ray_launcher import RayLauncher
+
+        yield RayLauncher(resolved, context)
+
+
+async def _supervise(launcher: Launcher, resolved: Plan, config: RunConfig, run: _Run) -> bool:
+    """Start the roles and follow them to the end; returns whether the run was stopped early."""
+    endless = frozenset(w for role in resolved.roles for w in role.workers if w.startswith("engine-"))
+    async with _signals(run) as stop:
+        try:
+            run.display.phase("starting roles")
+            starting = asyncio.ensure_future(launcher.start())
+            await asyncio.wait({starting, stop}, return_when=asyncio.FIRST_COMPLETED)
+            if not starting.done():
+                starting.cancel()
+                await asyncio.gather(starting, return_exceptions=True)
+                return True
+            starting.result()
+            return await _follow(launcher, endless, stop, config, run)
+        finally:
+            await launcher.close()
+
+
+async def _follow(
+    launcher: Launcher, endless: frozenset[str], stop: "asyncio.Future[None]", config: RunConfig, run: _Run
+) -> bool:
+    deadline = time.monotonic() + config.ray.start_seconds
+    ready = False
+    ending: float | None = None
+    while True:
+        poll = await launcher.poll()
+        for report in poll.reports:
+            run.take(report)
+        _raise_failed(poll, run)
+        if poll.done(endless) or (ending is not None and _actor_done(poll)):
+            return ending is not None
+        if not ready and poll.ready:
+            ready = True
+            run.display.phase("first rollouts")
+        if not ready and time.monotonic() > deadline and not run.rewards:
+            late = [name for name, status in poll.workers.items() if status.state == "starting"]
+            raise RoleFailed(
+                f"not ready after {config.ray.start_seconds:g} s (ray.start_seconds): {', '.join(late)}"
+            )
+        if stop.done() and ending is None:
+            ending = time.monotonic()
+            run.display.note(
+                "stopping: giving up the step at hand, writing a checkpoint (again to end at once)"
+            )
+            await launcher.stop()
+        if ending is not None and time.monotonic() - ending > STOP_SECONDS:
+            raise RoleFailed(f"the roles did not end within {STOP_SECONDS:g} s of the stop")
+        await asyncio.wait({stop}, timeout=POLL_SECONDS) if not stop.done() else await asyncio.sleep(
+            POLL_SECONDS
+        )
+
+
+def _actor_done(poll: Poll) -> bool:
+    return poll.workers["actor"].state == "done"
+
+
+def _raise_failed(poll: Poll, run: _Run) -> None:
+    if not poll.failed:
+        return
+    for status in poll.failed:
+        (run.folder.logs / f"{status.worker}.error.txt").write_text(status.error)
+    first = min(poll.failed, key=lambda status: _consequence(status.error))
+    others = [status.worker for status in poll.failed if status is not first]
+    more = f"\n({', '.join(others)} failed too; see {_shown(run.folder.logs)})" if others else ""
+    raise RoleFailed(f"{first.worker} failed:\n{first.error.rstrip()}{more}")
+
+
+def _consequence(error: str) -> bool:
+    """Whether a fault only says that another process went away."""
+    return "ActorDiedError" in error or "RayActorError" in error
+
+
+@contextlib.asynccontextmanager
+async def _signals(run: _Run) -> AsyncIterator["asyncio.Future[None]"]:
+    """A future that the first SIGINT or SIGTERM completes; the second one interrupts at once."""
+    loop = asyncio.get_running_loop()
+    stop: asyncio.Future[None] = loop.create_future()
+    main = asyncio.current_task()
+
+    def asked() -> None:
+        if not stop.done():
+            stop.set_result(None)
+        elif main is not None:
+            main.cancel()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, asked)
+    try:
+        yield stop
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)
+        if not stop.done():
+            stop.cancel()
+
+
+def _shown(path: Path) -> Path:
+    """Relative to where the person is, when it lies below."""
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path

@@ -1,0 +1,102 @@
+import json
+from pathlib import Path
+
+import datasets
+import pytest
+from relax.config import ConfigError
+from relax.config.inputs import DataSettings
+from relax.engine.prompts import PromptSource, messages_of, read_rows
+
+
+def rows(count: int) -> list[dict[str, object]]:
+    return [{"prompt": f"p{i}", "answer": i} for i in range(count)]
+
+
+def source(count: int = 10, seed: int = 3) -> PromptSource:
+    return PromptSource(rows(count), DataSettings(path="x", answer_column="answer"), seed)
+
+
+def test_each_epoch_takes_every_row_once_in_an_order_of_its_own() -> None:
+    prompts = source()
+    epochs = [[prompts.take().key for _ in range(10)] for _ in range(3)]
+    assert all(sorted(epoch) == sorted(epochs[0]) for epoch in epochs)
+    assert len(set(epochs[0])) == 10
+    assert epochs[0] != epochs[1] != epochs[2]
+
+
+def test_the_order_is_a_function_of_the_seed() -> None:
+    first, again, other = source(seed=1), source(seed=1), source(seed=2)
+    order = [first.take().key for _ in range(20)]
+    assert order == [again.take().key for _ in range(20)]
+    assert order != [other.take().key for _ in range(20)]
+
+
+def test_a_resumed_source_skips_and_repeats_nothing() -> None:
+    whole = source()
+    expected = [whole.take().ordinal for _ in range(25)]
+    interrupted = source()
+    taken = [interrupted.take().ordinal for _ in range(13)]
+    trained = [ordinal for ordinal in taken if ordinal not in (8, 11)]
+    resumed = source()
+    resumed.load_state(json.loads(json.dumps(interrupted.state(untrained=[11, 8]))))
+    after = [resumed.take().ordinal for _ in range(14)]
+    assert after[:2] == [8, 11]
+    assert sorted(trained + after) == expected
+
+
+def test_placeholders_and_leftover_images_become_parts() -> None:
+    settings = DataSettings(path="x", image_column="image", system_prompt="be brief")
+    inline = messages_of({"prompt": "a<image>b", "image": "A.png"}, settings)
+    assert inline[1]["content"] == [
+        {"type": "text", "text": "a"},
+        {"type": "image", "image": "A.png"},
+        {"type": "text", "text": "b"},
+    ]
+    before = messages_of({"prompt": "what?", "image": ["A.png", "B.png"]}, settings)
+    assert [part["type"] for part in before[1]["content"]] == ["image", "image", "text"]
+    with pytest.raises(ConfigError, match="more <image> placeholders than images"):
+        messages_of({"prompt": "<image><image>", "image": "A.png"}, settings)
+
+
+def test_jsonl_and_parquet_give_the_same_rows(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows(5)))
+    datasets.Dataset.from_list(rows(5)).to_parquet(str(tmp_path / "a.parquet"))
+    settings = DataSettings(path=str(tmp_path / "a.jsonl"), answer_column="answer")
+    read = list(read_rows(settings))
+    assert read == rows(5)
+    assert list(read_rows(settings.model_copy(update={"path": str(tmp_path / "a.parquet")}))) == read
+    assert len(read_rows(settings.model_copy(update={"limit": 2}))) == 2
+
+
+@pytest.mark.parametrize(
+    ("content", "settings", "expected"),
+    [
+        (None, {}, "there is no such file"),
+        ("", {}, "is empty"),
+        ('{"question": 1}\n', {}, "no such column, only 'question'"),
+        ('{"prompt": 1}\n', {"answer_column": "promt"}, "did you mean 'prompt'"),
+        ("{not json}\n", {}, "cannot be read as json"),
+    ],
+)
+def test_bad_data_is_refused_by_name(
+    tmp_path: Path, content: str | None, settings: dict, expected: str
+) -> None:
+    file = tmp_path / "data.jsonl"
+    if content is not None:
+        file.write_text(content)
+    with pytest.raises(ConfigError, match=expected):
+        read_rows(DataSettings(path=str(file), **settings))
+
+
+def test_a_near_file_name_is_suggested(tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").write_text('{"prompt": "x"}\n')
+    with pytest.raises(ConfigError, match=r"did you mean .*train\.jsonl"):
+        read_rows(DataSettings(path=str(tmp_path / "trian.jsonl")))
+
+
+def test_rows_may_come_from_a_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_rows.py").write_text("def make():\n    return [{'prompt': 'x'}]\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert list(read_rows(DataSettings(path="my_rows:make"))) == [{"prompt": "x"}]
+    with pytest.raises(ConfigError, match="my_rows"):
+        read_rows(DataSettings(path="my_rows:missing"))
