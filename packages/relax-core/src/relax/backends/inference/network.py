@@ -1,0 +1,311 @@
+"""A Hugging Face model over a slot cache: prefill prompts into slots, decode one token for every running row.
+
+Text models and Qwen3-VL go through the model's own forward, with explicit masks and positions; what differs
+between them is where positions come from (mRoPE) and what a prefill carries (pixels).
+"""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from agentic import GenerationRequest
+from numpy.typing import NDArray
+from torch import Tensor
+
+from relax.backends.inference.errors import EngineError, InvalidRequest, InvalidUpdate
+from relax.backends.inference.slots import ATTENTION, SlotCache
+from relax.backends.models import build_model, named_weights, text_config, torch_dtype
+
+_PREFILL_TOKENS = 4096
+"""A prefill is cut into pieces of about this many tokens, padding included: it bounds the memory of its
+masks.
+"""
+
+
+@dataclass(frozen=True)
+class Context:
+    """A sequence to prefill: tokens int64 [k], and the media that its placeholders stand for."""
+
+    tokens: NDArray[np.int64]
+    media: Sequence[Mapping[str, Any]]
+
+    @property
+    def key(self) -> bytes:
+        """Equal for contexts of equal content."""
+        found = hashlib.blake2b(self.tokens.tobytes(), digest_size=16)
+        for item in self.media:
+            for name in sorted(item):
+                value = item[name]
+                found.update(f"{name}{getattr(value, 'shape', value)}".encode())
+                if isinstance(value, np.ndarray):
+                    found.update(np.ascontiguousarray(value).data)
+        return found.digest()
+
+
+class Network:
+    """The model of a folder and its KV. Not thread-safe; computes under the caller's torch settings.
+
+    Raises:
+        EngineError: the model has layers that a slot cache cannot serve (sliding windows, recurrent states).
+        relax.backends.models.ModelFolderError: the folder cannot be read.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        dtype: str,
+        device: str,
+        slots: int,
+        capacity: int | None,
+        weights: bool,
+        seed: int,
+    ) -> None:
+        self.device = torch.device(device)
+        self._dtype = torch_dtype(dtype)
+        self._model = build_model(folder, self._dtype, weights=weights, seed=seed, attention=ATTENTION)
+        self._model.requires_grad_(False).to(self.device)  # pyright: ignore[reportArgumentType]
+        text = text_config(self._model.config)
+        kinds = set(getattr(text, "layer_types", None) or ()) - {"full_attention"}
+        if kinds:
+            raise EngineError(
+                f"model type {text.model_type!r} in {str(folder)!r} has {sorted(kinds)} layers; the "
+                f"transformers "
+                "engine serves models whose every layer is full attention"
+            )
+        context = int(text.max_position_embeddings)
+        if capacity is not None and not 2 <= capacity <= context:
+            raise EngineError(f"capacity_tokens is {capacity}; expected 2 to {context}, the model's context")
+        self.capacity = context if capacity is None else capacity
+        self.vocabulary = int(text.vocab_size)
+        self.layout = {name: tensor for name, tensor in named_weights(self._model)}
+        self._cache = SlotCache(text.num_hidden_layers, slots, self.capacity, self._dtype, self.device)
+        self._placeholders: dict[int, int] = {}
+        if hasattr(self._model.config, "vision_config"):
+            # Token id -> the type that get_rope_index calls it.
+            self._placeholders = {self._model.config.image_token_id: 1, self._model.config.video_token_id: 2}
+            self._merge = self._model.config.vision_config.spatial_merge_size**2
+        pad = getattr(text, "pad_token_id", None)
+        self._pad = 0 if pad is None or pad in self._placeholders else int(pad)
+
+    def check(self, request: GenerationRequest) -> None:
+        """Refuse what can never be served.
+
+        Raises:
+            InvalidRequest: naming the request and the limit.
+        """
+        tokens = request.tokens
+        if len(tokens) >= self.capacity:
+            raise InvalidRequest(
+                f"request {request.id!r} has {len(tokens)} tokens, and the context of {self.capacity} must "
+                f"hold at least "
+                "one more; shorten the prompt or use a model with a longer context"
+            )
+        if int(tokens.min()) < 0 or int(tokens.max()) >= self.vocabulary:
+            bad = int(tokens[(tokens < 0) | (tokens >= self.vocabulary)][0])
+            raise InvalidRequest(
+                f"request {request.id!r} holds token {bad}; the vocabulary is 0 to {self.vocabulary - 1}: "
+                f"was it "
+                "made by another model's tokenizer?"
+            )
+        stop = [token for token in request.sampling.stop_token_ids if token >= self.vocabulary]
+        if stop:
+            raise InvalidRequest(
+                f"request {request.id!r} stops at token {stop[0]}, outside the vocabulary of "
+                f"{self.vocabulary}"
+            )
+        self._check_media(request)
+
+    def _check_media(self, request: GenerationRequest) -> None:
+        if request.media and not self._placeholders:
+            raise InvalidRequest(
+                f"request {request.id!r} carries {len(request.media)} media items; "
+                f"model type {self._model.config.model_type!r} takes text only"
+            )
+        if not self._placeholders:
+            return
+        image, video = self._placeholders
+        if (request.tokens == video).any():
+            raise InvalidRequest(f"request {request.id!r} holds video placeholders; this engine takes images")
+        have = int((request.tokens == image).sum())
+        need = 0
+        for index, item in enumerate(request.media):
+            if item.get("kind") != "image" or not {"pixel_values", "image_grid_thw"} <= item.keys():
+                raise InvalidRequest(
+                    f"media item {index} of request {request.id!r} has kind {item.get('kind')!r} and "
+                    f"{sorted(item)}; expected an image with pixel_values and image_grid_thw"
+                )
+            need += int(np.prod(item["image_grid_thw"], axis=-1).sum()) // self._merge
+        if have != need:
+            raise InvalidRequest(
+                f"request {request.id!r} has {have} image placeholder tokens, its {len(request.media)} "
+                f"media items "
+                f"stand for {need}; tokens and media must come from one processor call"
+            )
+
+    def prefill(
+        self, contexts: Sequence[Context], slots: Sequence[Sequence[int]]
+    ) -> tuple[Tensor, list[int]]:
+        """Compute the KV of each context once and copy it into each of its slots.
+
+        Returns:
+            Logits of the next token [contexts, vocabulary], and for each context what to add to a later
+            token's index to get its position (not 0 only after images).
+        """
+        offsets = [0] * len(contexts)
+        logits: list[Tensor] = [torch.empty(0)] * len(contexts)
+        # Like lengths together, so that little is padding.
+        order = sorted(range(len(contexts)), key=lambda index: len(contexts[index].tokens))
+        for piece in _pieces(order, [len(context.tokens) for context in contexts]):
+            rows = self._prefill([contexts[index] for index in piece], [slots[index] for index in piece])
+            for index, row, offset in zip(piece, *rows, strict=True):
+                logits[index], offsets[index] = row, offset
+        return torch.stack(logits), offsets
+
+    def _prefill(
+        self, contexts: Sequence[Context], slots: Sequence[Sequence[int]]
+    ) -> tuple[Tensor, list[int]]:
+        lengths = [len(context.tokens) for context in contexts]
+        width = max(lengths)
+        pads = [width - length for length in lengths]
+        tokens = np.full((len(contexts), width), self._pad, np.int64)
+        for row, context in enumerate(contexts):
+            tokens[row, pads[row] :] = context.tokens
+        positions, offsets = self._positions(contexts, pads, width)
+        self._cache.begin_prefill()
+        output = self._model(
+            input_ids=torch.from_numpy(tokens).to(self.device),
+            attention_mask=self._prefill_mask(pads, width),
+            position_ids=positions,
+            past_key_values=self._cache,
+            use_cache=True,
+            logits_to_keep=1,
+            **self._pixels(contexts),
+        )
+        pairs = [(slot, row) for row, targets in enumerate(slots) for slot in targets]
+        self._cache.place(
+            [slot for slot, _ in pairs], [row for _, row in pairs], [pads[row] for _, row in pairs]
+        )
+        return output.logits[:, -1], offsets
+
+    def decode(
+        self, tokens: NDArray[np.int64], lengths: NDArray[np.int64], offsets: NDArray[np.int64]
+    ) -> Tensor:
+        """Feed one token to each of the slots 0 to rows-1 and return the logits of the next [rows,
+        vocabulary].
+
+        Args:
+            tokens: int64 [rows].
+            lengths: int64 [rows], tokens each row already has in its slot; the new one is written there.
+            offsets: int64 [rows], see `prefill`.
+        """
+        mask = self._cache.begin_decode(lengths)
+        positions = torch.from_numpy(lengths + offsets).to(self.device)[:, None]
+        if self._placeholders:
+            positions = positions.expand(3, -1, -1)
+        output = self._model(
+            input_ids=torch.from_numpy(tokens).to(self.device)[:, None],
+            attention_mask=mask,
+            position_ids=positions,
+            past_key_values=self._cache,
+            use_cache=True,
+        )
+        return output.logits[:, 0]
+
+    def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy slots over others."""
+        self._cache.move(sources, targets)
+
+    def drop_cache(self) -> None:
+        """Nothing runs: give the KV's memory back."""
+        self._cache.drop()
+
+    def check_weights(self, version: int, tensors: Mapping[str, Tensor]) -> None:
+        """Refuse tensors that are not exactly the model's weights.
+
+        Raises:
+            InvalidUpdate: naming the tensor.
+        """
+        for name, tensor in tensors.items():
+            mine = self.layout.get(name)
+            if mine is None:
+                raise InvalidUpdate(
+                    f"version {version} holds tensor {name!r}, which the model has not; it has "
+                    f"{len(self.layout)} "
+                    f"tensors like {next(iter(self.layout))!r} (tied weights go by their first name)"
+                )
+            if tensor.shape != mine.shape or tensor.dtype != mine.dtype:
+                raise InvalidUpdate(
+                    f"tensor {name!r} of version {version} is {tensor.dtype} {list(tensor.shape)}; "
+                    f"the model's is {mine.dtype} {list(mine.shape)}"
+                )
+        missing = [name for name in self.layout if name not in tensors]
+        if missing:
+            raise InvalidUpdate(
+                f"version {version} lacks tensor {missing[0]!r} ({len(missing)} missing in all); a version "
+                f"is complete"
+            )
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Copy checked weights in place."""
+        for name, tensor in tensors.items():
+            self.layout[name].copy_(tensor)
+
+    def _positions(
+        self, contexts: Sequence[Context], pads: Sequence[int], width: int
+    ) -> tuple[Tensor, list[int]]:
+        steps = torch.arange(width)[None] - torch.tensor(pads)[:, None]
+        positions = steps.clamp(min=0)
+        offsets = [0] * len(contexts)
+        if self._placeholders:
+            positions = positions.expand(3, -1, -1).clone()
+            for row, context in enumerate(contexts):
+                if context.media:
+                    positions[:, row, pads[row] :], offsets[row] = self._rope_index(context)
+        return positions.to(self.device), offsets
+
+    def _rope_index(self, context: Context) -> tuple[Tensor, int]:
+        kinds = np.zeros(len(context.tokens), np.int64)
+        for token, kind in self._placeholders.items():
+            kinds[context.tokens == token] = kind
+        grids = np.concatenate([item["image_grid_thw"] for item in context.media])
+        positions, offset = self._model.model.get_rope_index(
+            torch.from_numpy(context.tokens)[None],
+            torch.from_numpy(kinds)[None],
+            image_grid_thw=torch.from_numpy(grids),
+        )
+        return positions[:, 0], int(offset)
+
+    def _prefill_mask(self, pads: Sequence[int], width: int) -> Tensor | None:
+        if not any(pads):
+            return None  # the attention is then plainly causal
+        steps = torch.arange(width, device=self.device)
+        causal = steps[None, :] <= steps[:, None]
+        real = steps[None, :] >= torch.tensor(pads, device=self.device)[:, None]
+        allowed = causal[None] & real[:, None]
+        mask = torch.full(allowed.shape, torch.finfo(self._dtype).min, dtype=self._dtype, device=self.device)
+        return mask.masked_fill_(allowed, 0.0)[:, None]
+
+    def _pixels(self, contexts: Sequence[Context]) -> dict[str, Tensor]:
+        items = [item for context in contexts for item in context.media]
+        if not items:
+            return {}
+        return {
+            name: torch.from_numpy(np.concatenate([item[name] for item in items])).to(self.device)
+            for name in ("pixel_values", "image_grid_thw")
+        }
+
+
+def _pieces(order: Sequence[int], lengths: Sequence[int]) -> list[list[int]]:
+    """Cut rows, sorted by length, where rows times the longest would pass the limit."""
+    pieces: list[list[int]] = []
+    for index in order:
+        if pieces and (len(pieces[-1]) + 1) * lengths[index] <= _PREFILL_TOKENS:
+            pieces[-1].append(index)
+        else:
+            pieces.append([index])
+    return pieces
