@@ -1,5 +1,7 @@
 import asyncio
+import gc
 import pickle
+import time
 
 import numpy as np
 import pytest
@@ -394,3 +396,86 @@ async def test_seeds_and_ids_are_checked_before_anything_starts(task, echo_envir
                 seed=seed,
             )
     assert environment.resets == 0
+
+
+async def test_an_observation_is_encoded_after_the_conversation_before_its_turn(
+    play, echo_environment, policy_of, turns_of
+):
+    seen = []
+
+    class Policy(policy_of):
+        def encode_observation(self, conversation, action, observation):
+            seen.append(([message["content"] for message in conversation], action.text, observation.messages))
+            return super().encode_observation(conversation, action, observation)
+
+    await play(echo_environment(), Policy(turns_of("a", "b", "bye")))
+    assert seen == [
+        (["hello"], "a", [{"role": "tool", "content": "a"}]),
+        (["hello", "a", "a"], "b", [{"role": "tool", "content": "b"}]),
+    ]
+
+
+async def test_cancelling_during_close_lets_it_finish(play, echo_environment, policy_of):
+    closing, may_close = asyncio.Event(), asyncio.Event()
+
+    class Slow(echo_environment):
+        async def close(self):
+            closing.set()
+            await may_close.wait()
+            await super().close()
+
+    environment = Slow()
+    playing = asyncio.create_task(play(environment, policy_of(lambda _: "bye")))
+    await asyncio.wait_for(closing.wait(), 10)
+    playing.cancel()
+    may_close.set()
+    with pytest.raises(asyncio.CancelledError):
+        await playing
+    assert environment.closes == 1
+
+
+async def test_a_step_that_blocks_past_the_time_limit_counts_and_is_the_last(
+    play, echo_environment, policy_of
+):
+    class Blocking(echo_environment):
+        async def step(self, action):
+            time.sleep(0.3)  # noqa: ASYNC251 - it is the blocking that is tested
+            return await super().step(action)
+
+    policy = policy_of(lambda _: "a")
+    episode = await play(Blocking(), policy, limits=Limits(max_seconds=0.25))
+    assert (episode.end, episode.reward, len(policy.requests)) == (EpisodeEnd.TIME_LIMIT, 1.0, 1)
+    assert episode.transcript.loss_mask[-1] == 1
+
+
+async def test_a_generation_that_fails_while_it_is_cancelled_is_not_reported_as_lost(
+    play, echo_environment, policy_of, never
+):
+    started, lost = asyncio.Event(), []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: lost.append(context))
+
+    async def fails_late(request):
+        started.set()
+        try:
+            await never.wait()
+        finally:
+            raise OSError("connection closed")
+
+    playing = asyncio.create_task(play(echo_environment(), policy_of(fails_late)))
+    await asyncio.wait_for(started.wait(), 10)
+    playing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await playing
+    del playing
+    await asyncio.sleep(0)  # the loop lets go of a finished task one iteration later
+    gc.collect()
+    assert lost == []
+
+
+async def test_a_timeout_of_reset_that_is_not_our_limit_is_shown_as_it_is(play, echo_environment, policy_of):
+    class Broken(echo_environment):
+        async def reset(self, task):
+            raise TimeoutError("the service did not answer")
+
+    with pytest.raises(EpisodeError, match="at reset: TimeoutError: the service did not answer"):
+        await play(Broken(), policy_of(lambda _: "a"))
