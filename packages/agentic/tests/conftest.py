@@ -11,10 +11,13 @@ from agentic import (
     Encoded,
     Generation,
     GenerationRequest,
+    Limits,
     Message,
     Observation,
+    Sampling,
     Step,
     Task,
+    run_episode,
 )
 
 END_OF_TURN = 1
@@ -134,3 +137,21 @@ def turns_of() -> Callable[..., Script]:
 async def never() -> asyncio.Event:
     """An event nobody sets."""
     return asyncio.Event()
+
+
+@pytest.fixture
+def play(task):
+    """play(environment, policy): one episode of the task, as request "e"."""
+
+    async def play(environment, policy, *, limits=None, sampling=None, seed=11):
+        return await run_episode(
+            environment,
+            task,
+            policy,
+            limits=limits or Limits(),
+            sampling=sampling or Sampling(),
+            request_id="e",
+            seed=seed,
+        )
+
+    return play
