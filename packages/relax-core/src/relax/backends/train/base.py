@@ -62,7 +62,7 @@ class StateTree:
 
 
 class TrainBackend(Protocol):
-    """One rank of the trainer. Logprobs are of the temperature-scaled distribution, as the engine samples it."""
+    """One rank of the trainer. Logprobs are of the distribution the engine samples: temperature applied."""
 
     def forward(self, batch: Packed) -> Tensor:
         """float32 [total response]: the logprob of each response token, no gradient."""
@@ -77,7 +77,7 @@ class TrainBackend(Protocol):
         ...
 
     def supervised_step(self, batch: Packed, lr: float) -> float:
-        """One step of cross-entropy on the tokens `loss_mask` marks; returns the mean loss (warm-up before RL)."""
+        """One step of cross-entropy on the tokens `loss_mask` marks, before RL; returns the mean loss."""
         ...
 
     def tensors(self) -> Iterable[tuple[str, Tensor]]:
@@ -89,7 +89,7 @@ class TrainBackend(Protocol):
     def load_state(self, state: StateTree) -> None: ...
 
     def export(self, folder: Path) -> None:
-        """Write a Hugging Face folder (config, weights, tokenizer) that transformers loads with the same logits."""
+        """Write a Hugging Face folder (weights, tokenizer) that transformers loads with the same logits."""
         ...
 
 

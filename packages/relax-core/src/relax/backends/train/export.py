@@ -1,0 +1,41 @@
+"""A trained model as a Hugging Face folder, with everything beside the weights that its source folder had."""
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+from transformers import PreTrainedModel
+
+from relax.backends.train.errors import ExportError
+
+_COMPANIONS = {".json", ".jinja", ".txt", ".model"}
+"""Suffixes of tokenizer, chat template, processor and generation files."""
+
+
+def export_model(model: PreTrainedModel, *, source: Path, target: Path) -> None:
+    """Write config, safetensors and the companions of `source` to `target`, whole or not at all.
+
+    Tied weights are written once. transformers loads the folder with the same logits, bit for bit.
+
+    Args:
+        model: what to write, in its own dtype.
+        source: the folder the model came from.
+        target: made by this call; may exist if empty.
+
+    Raises:
+        ExportError: the target holds something, or is no folder.
+    """
+    target = Path(target)
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ExportError(f"export target {target} is already there and not an empty folder; name a new one")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as scratch:
+        made = Path(scratch) / "model"
+        made.mkdir()
+        for path in sorted(source.iterdir()):
+            weights = path.name.endswith(".index.json")
+            if path.is_file() and path.suffix in _COMPANIONS and path.name != "config.json" and not weights:
+                shutil.copyfile(path, made / path.name)
+        model.save_pretrained(made)
+        os.replace(made, target)

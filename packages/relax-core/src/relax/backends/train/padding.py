@@ -1,0 +1,95 @@
+"""A ragged micro-batch as the rectangle a model takes, and where its response logits lie in it."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from relax.backends.train.base import Packed
+from relax.backends.train.errors import BatchError
+
+
+@dataclass(frozen=True)
+class Padded:
+    """A micro-batch, padded on the right to its own longest row: its bits depend on nothing else.
+
+    Attention is causal: no real token sees the padding behind it, so no mask is needed.
+
+    Attributes:
+        input_ids: int64 [rows, width]; 0 where padded.
+        predictors: int64 [total response], index into [rows * width] of the position that predicts each
+            response token.
+        targets: int64 [total response], the response tokens.
+    """
+
+    input_ids: Tensor
+    predictors: Tensor
+    targets: Tensor
+
+
+def pad(batch: Packed, *, vocabulary: int, context: int) -> Padded:
+    """Lay a micro-batch out for a model with so many token ids and positions.
+
+    Raises:
+        BatchError: the batch contradicts itself or does not fit the model.
+    """
+    lengths = _checked_lengths(batch, context)
+    tokens = batch.tokens
+    if len(tokens) and not (int(tokens.min()) >= 0 and int(tokens.max()) < vocabulary):
+        raise BatchError(
+            f"token ids run from {int(tokens.min())} to {int(tokens.max())}, but the model knows 0 to "
+            f"{vocabulary - 1}; "
+            "were they made with another tokenizer?"
+        )
+    longest = int(lengths.max())
+    column = torch.arange(longest, device=tokens.device)
+    real = column < lengths[:, None]
+    input_ids = tokens.new_zeros((batch.rows, longest))
+    input_ids[real] = tokens
+    # A token is predicted one place before it. Row-major order is the order of the responses.
+    predicts = (column >= batch.prompt_lengths[:, None] - 1) & (column < lengths[:, None] - 1)
+    predictors = predicts.flatten().nonzero().flatten()
+    return Padded(input_ids, predictors, input_ids.flatten()[predictors + 1])
+
+
+def _checked_lengths(batch: Packed, context: int) -> Tensor:
+    offsets, prompts = batch.offsets, batch.prompt_lengths
+    if batch.rows == 0:
+        raise BatchError("a micro-batch has no row; leave empty ones out")
+    if len(offsets) != batch.rows + 1 or int(offsets[0]) != 0 or int(offsets[-1]) != len(batch.tokens):
+        raise BatchError(
+            f"offsets has {len(offsets)} entries from {int(offsets[0])} to {int(offsets[-1])}; "
+            f"{batch.rows} rows of {len(batch.tokens)} tokens need {batch.rows + 1} from 0 to "
+            f"{len(batch.tokens)}"
+        )
+    lengths = offsets.diff()
+    wrong = ((prompts < 1) | (prompts > lengths) | (lengths > context)).nonzero().flatten()
+    if len(wrong):
+        row = int(wrong[0])
+        raise BatchError(
+            f"row {row} has {int(lengths[row])} tokens of which {int(prompts[row])} are prompt; the prompt "
+            f"needs at least 1 and at most all of them, and the model's context holds {context}"
+        )
+    responses = len(batch.tokens) - int(prompts.sum())
+    if responses == 0:
+        raise BatchError(
+            f"none of the {batch.rows} rows has a response token, so there is nothing to train or score"
+        )
+    for name, column in batch.fields.items():
+        if column.shape != (responses,):
+            raise BatchError(
+                f"column {name!r} has shape {tuple(column.shape)}; it needs one entry for each of the "
+                f"{responses} response tokens"
+            )
+    if batch.media and len(batch.media) != batch.rows:
+        raise BatchError(
+            f"media lists {len(batch.media)} rows, the batch has {batch.rows}; give an empty list for text"
+        )
+    return lengths
+
+
+def required(batch: Packed, name: str) -> Tensor:
+    """A response-aligned column that must be there."""
+    if name not in batch.fields:
+        raise BatchError(f"column {name!r} is missing; the batch has {sorted(batch.fields)}")
+    return batch.fields[name]
