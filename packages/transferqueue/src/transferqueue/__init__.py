@@ -1,1 +1,72 @@
-"""."""
+"""A field-level sample store for post-training.
+
+Producers put and update columns of samples; consumers stream the samples whose columns are ready, under
+leases. A store is a controller (metadata, scheduling) and storage units (payload), each a process; `serve`
+starts one, `connect` or `connect_async` gives a client.
+"""
+
+from . import samplers
+from .aio import AsyncBatch, AsyncClient, AsyncPartition, connect_async
+from .calls import Ledger
+from .client import Batch, Client, Partition, connect
+from .columns import Column, FieldSpec
+from .errors import (
+    Closed,
+    ControllerLost,
+    Corrupt,
+    FieldNotReady,
+    Full,
+    GroupMismatch,
+    InvalidArgument,
+    Malformed,
+    ProtocolMismatch,
+    QueueError,
+    SchemaMismatch,
+    StaleLease,
+    StartFailed,
+    StorageLost,
+    Timeout,
+    TooLarge,
+    Unauthorized,
+    UnknownName,
+    UnknownSample,
+)
+from .ids import IdSet
+from .launch import Server, serve
+
+__all__ = [
+    "AsyncBatch",
+    "AsyncClient",
+    "AsyncPartition",
+    "Batch",
+    "Client",
+    "Closed",
+    "Column",
+    "ControllerLost",
+    "Corrupt",
+    "FieldNotReady",
+    "FieldSpec",
+    "Full",
+    "GroupMismatch",
+    "IdSet",
+    "InvalidArgument",
+    "Ledger",
+    "Malformed",
+    "Partition",
+    "ProtocolMismatch",
+    "QueueError",
+    "SchemaMismatch",
+    "Server",
+    "StaleLease",
+    "StartFailed",
+    "StorageLost",
+    "Timeout",
+    "TooLarge",
+    "Unauthorized",
+    "UnknownName",
+    "UnknownSample",
+    "connect",
+    "connect_async",
+    "samplers",
+    "serve",
+]

@@ -1,0 +1,246 @@
+"""The awaitable client: the same calls as `client`, over the same operations. Arguments and errors are
+described there.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from .calls import Ledger, PartitionCalls, Servers, run_async
+from .client import _CONTROL_TIMEOUT, Samples, open_link
+from .columns import Column
+from .encode import Fields, Shared
+from .errors import Closed, QueueError, StaleLease, Timeout
+from .launch import Server, parse_bytes
+from .samplers import Sampler
+
+
+async def connect_async(
+    address: "str | Server",
+    token: str | None = None,
+    *,
+    timeout: float = 10.0,
+    reconnect_seconds: float = 5.0,
+) -> "AsyncClient":
+    """As `connect`, for use in an event loop."""
+    link, servers = open_link(address, token, reconnect_seconds)
+    try:
+        async with asyncio.timeout(timeout):
+            await asyncio.wrap_future(servers.controller.welcome)
+    except TimeoutError:
+        await asyncio.to_thread(link.close)
+        raise Timeout(
+            f"no welcome from {servers.address} within {timeout:g} s; is a transferqueue there?"
+        ) from None
+    except BaseException:
+        await asyncio.to_thread(link.close)
+        raise
+    return AsyncClient(servers)
+
+
+class AsyncClient:
+    """A connection to a store; made by `connect_async`. An async context manager that closes it."""
+
+    def __init__(self, servers: Servers) -> None:
+        self._servers = servers
+        self._closed = False
+
+    @property
+    def address(self) -> str:
+        return self._servers.address
+
+    async def partition(
+        self,
+        name: str,
+        tasks: Mapping[str, Sequence[str]] | None = None,
+        *,
+        max_samples: int | None = None,
+        max_bytes: int | str | None = None,
+    ) -> "AsyncPartition":
+        """See `Client.partition`."""
+        limit = None if max_bytes is None else parse_bytes(max_bytes)
+        steps = self._servers.open(name, tasks, max_samples, limit, _CONTROL_TIMEOUT)
+        return AsyncPartition(await run_async(self._servers.link, steps))
+
+    async def stats(self, timeout: float = _CONTROL_TIMEOUT) -> dict[str, Any]:
+        """See `Client.stats`."""
+        return await run_async(self._servers.link, self._servers.stats(timeout))
+
+    async def close(self) -> None:
+        """Returns what this client has leased, and disconnects. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            await run_async(self._servers.link, self._servers.goodbye())
+        except QueueError:
+            return  # a store that is gone needs no goodbye
+        finally:
+            await asyncio.to_thread(self._servers.link.close)
+
+    async def __aenter__(self) -> "AsyncClient":
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+
+class AsyncBatch(Samples):
+    """See `Batch`."""
+
+    async def ack(self, timeout: float = _CONTROL_TIMEOUT) -> None:
+        """See `Batch.ack`."""
+        if not self.settled:
+            await run_async(self._calls.servers.link, self._calls.ack(self._lease, timeout))
+            self.settled = True
+
+    async def nack(self, timeout: float = _CONTROL_TIMEOUT) -> None:
+        """See `Batch.nack`."""
+        if not self.settled:
+            await run_async(self._calls.servers.link, self._calls.nack(self._lease, timeout))
+            self.settled = True
+
+    async def extend_lease(self, seconds: float, timeout: float = _CONTROL_TIMEOUT) -> None:
+        """See `Batch.extend_lease`."""
+        await run_async(self._calls.servers.link, self._calls.extend(self._lease, seconds, timeout))
+
+
+class AsyncPartition:
+    """See `Partition`."""
+
+    def __init__(self, calls: PartitionCalls) -> None:
+        self._calls = calls
+        self._link = calls.servers.link
+
+    @property
+    def name(self) -> str:
+        return self._calls.name
+
+    @property
+    def tasks(self) -> dict[str, tuple[str, ...]]:
+        """Name of each task -> the fields it needs."""
+        return dict(self._calls.tasks)
+
+    async def closed(self) -> bool:
+        """Whether the stream has been ended."""
+        return await run_async(self._link, self._calls.closed(_CONTROL_TIMEOUT))
+
+    async def put(
+        self,
+        fields: Fields,
+        *,
+        groups: Sequence[str | None] | None = None,
+        version: int | Sequence[int] = 0,
+        priority: int | Sequence[int] = 0,
+        shared: Shared | None = None,
+        group_sizes: Mapping[str, int] | None = None,
+        timeout: float = 60.0,
+    ) -> np.ndarray:
+        """See `Partition.put`."""
+        return await run_async(
+            self._link, self._calls.put(fields, groups, version, priority, shared, group_sizes, timeout)
+        )
+
+    async def update(self, ids: Sequence[int] | np.ndarray, fields: Fields, *, timeout: float = 60.0) -> None:
+        """See `Partition.update`."""
+        await run_async(self._link, self._calls.update(ids, fields, timeout))  # type: ignore[arg-type]
+
+    async def close_group(
+        self, key: str, count: int, tombstones: int = 0, *, timeout: float = _CONTROL_TIMEOUT
+    ) -> None:
+        """See `Partition.close_group`."""
+        await run_async(self._link, self._calls.close_group(key, count, tombstones, timeout))
+
+    async def fetch(
+        self,
+        task: str,
+        batch_size: int,
+        *,
+        sampler: Sampler | None = None,
+        max_priority: int | None = None,
+        min_version: int | None = None,
+        fields: Sequence[str] | None = None,
+        lease_seconds: float = 600.0,
+        timeout: float = 30.0,
+        partial: bool = False,
+    ) -> AsyncBatch:
+        """See `Partition.fetch`. Cancelling the task gives the request up: nothing stays leased."""
+        loan = await run_async(
+            self._link,
+            self._calls.fetch(
+                task, batch_size, sampler, max_priority, min_version, fields, lease_seconds, timeout, partial
+            ),
+        )
+        return AsyncBatch(self._calls, loan)
+
+    async def stream(
+        self,
+        task: str,
+        batch_size: int,
+        *,
+        sampler: Sampler | None = None,
+        max_priority: int | None = None,
+        min_version: int | None = None,
+        fields: Sequence[str] | None = None,
+        lease_seconds: float = 600.0,
+        timeout: float = 86_400.0,
+    ) -> AsyncIterator[AsyncBatch]:
+        """See `Partition.stream`. Use ``contextlib.aclosing`` to have the batch at hand returned at once."""
+        while True:
+            try:
+                batch = await self.fetch(
+                    task,
+                    batch_size,
+                    sampler=sampler,
+                    max_priority=max_priority,
+                    min_version=min_version,
+                    fields=fields,
+                    lease_seconds=lease_seconds,
+                    timeout=timeout,
+                )
+            except Closed:
+                return
+            try:
+                yield batch
+            except BaseException:  # GeneratorExit or a cancellation
+                await _return(batch)
+                raise
+
+    async def get(
+        self,
+        ids: Sequence[int] | np.ndarray,
+        fields: Sequence[str] | None = None,
+        *,
+        timeout: float = _CONTROL_TIMEOUT,
+    ) -> dict[str, Column]:
+        """See `Partition.get`."""
+        return await run_async(self._link, self._calls.get(ids, fields, timeout))  # type: ignore[arg-type]
+
+    async def drop(
+        self, ids: Sequence[int] | np.ndarray, reason: str, *, timeout: float = _CONTROL_TIMEOUT
+    ) -> None:
+        """See `Partition.drop`."""
+        await run_async(self._link, self._calls.drop(ids, reason, timeout))  # type: ignore[arg-type]
+
+    async def ledger(self, task: str, *, timeout: float = _CONTROL_TIMEOUT) -> Ledger:
+        """See `Partition.ledger`."""
+        return await run_async(self._link, self._calls.ledger(task, timeout))
+
+    async def close(self, *, timeout: float = _CONTROL_TIMEOUT) -> None:
+        """See `Partition.close`."""
+        await run_async(self._link, self._calls.close(timeout))
+
+    def __repr__(self) -> str:
+        return f"AsyncPartition({self.name!r}, tasks {sorted(self._calls.tasks)})"
+
+
+async def _return(batch: AsyncBatch) -> None:
+    try:
+        await batch.nack()
+    except StaleLease:
+        return  # it has lapsed, so the samples are back already

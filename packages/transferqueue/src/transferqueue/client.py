@@ -1,0 +1,391 @@
+"""The blocking client. All of it may be used from any number of threads."""
+
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from .calls import Ledger, Loan, PartitionCalls, Servers, first_welcome, run
+from .columns import Column
+from .encode import Fields, Shared
+from .errors import Closed, QueueError, StaleLease
+from .launch import Server, parse_bytes
+from .link import Link
+from .samplers import Sampler
+
+_CONTROL_TIMEOUT = 30.0
+
+
+def connect(
+    address: "str | Server",
+    token: str | None = None,
+    *,
+    timeout: float = 10.0,
+    reconnect_seconds: float = 5.0,
+) -> "Client":
+    """Connects to a store and returns when its controller has answered.
+
+    Args:
+        address: ``tcp://host:port`` of the controller, or a `Server` (whose token is then used).
+        token: what the store was started with.
+        timeout: seconds to wait for the controller.
+        reconnect_seconds: how long a server may be unreachable before requests to it fail with `StorageLost`
+            or `ControllerLost`; shorter interruptions only delay them.
+
+    Raises:
+        Unauthorized: the token is missing or wrong.
+        ProtocolMismatch: the store speaks another version of the protocol.
+        ControllerLost: nothing answers there.
+    """
+    link, servers = open_link(address, token, reconnect_seconds)
+    try:
+        first_welcome(servers.controller.welcome, timeout, servers.address)
+    except BaseException:
+        link.close()
+        raise
+    return Client(servers)
+
+
+def open_link(address: "str | Server", token: str | None, patience: float) -> tuple[Link, Servers]:
+    """A link that has started to connect to the controller."""
+    if isinstance(address, Server):
+        token = address.token if token is None else token
+        address = address.address
+    link = Link(token, patience)
+    return link, Servers(link, address)
+
+
+def _leave(servers: Servers) -> None:
+    try:
+        run(servers.link, servers.goodbye())
+    except QueueError:
+        return  # a store that is gone needs no goodbye
+    finally:
+        servers.link.close()
+
+
+class Client:
+    """A connection to a store; made by `connect`. A context manager that closes it."""
+
+    def __init__(self, servers: Servers) -> None:
+        self._servers = servers
+        self._finish = weakref.finalize(self, _leave, servers)
+
+    @property
+    def address(self) -> str:
+        return self._servers.address
+
+    def partition(
+        self,
+        name: str,
+        tasks: Mapping[str, Sequence[str]] | None = None,
+        *,
+        max_samples: int | None = None,
+        max_bytes: int | str | None = None,
+    ) -> "Partition":
+        """Creates a partition, or opens the one that is there.
+
+        Args:
+            name: of the partition.
+            tasks: name of each consumer group -> the fields it needs. None opens an existing partition.
+            max_samples: samples it may hold; puts wait beyond it.
+            max_bytes: payload bytes it may hold, a number or text such as "2GiB".
+
+        Raises:
+            SchemaMismatch: it exists with other tasks or limits.
+            UnknownName: it does not exist and no tasks are given.
+        """
+        limit = None if max_bytes is None else parse_bytes(max_bytes)
+        return Partition(
+            run(self._servers.link, self._servers.open(name, tasks, max_samples, limit, _CONTROL_TIMEOUT))
+        )
+
+    def stats(self, timeout: float = _CONTROL_TIMEOUT) -> dict[str, Any]:
+        """Depth, bytes and leases of every partition, counts by state of every task, bytes of every storage
+        unit.
+        """
+        return run(self._servers.link, self._servers.stats(timeout))
+
+    def close(self) -> None:
+        """Returns what this client has leased, and disconnects. Idempotent."""
+        self._finish()
+
+    def __enter__(self) -> "Client":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class Samples:
+    """The columns and metadata of a fetched batch; see `Batch`.
+
+    Attributes:
+        ids: int64 ``[rows]``.
+        groups: the group key of each sample, or None.
+        versions: int64 ``[rows]``, as the producer gave them.
+        priorities: int64 ``[rows]``.
+        fields: name -> column, also ``batch["name"]``.
+        settled: acked or nacked.
+    """
+
+    def __init__(self, calls: PartitionCalls, loan: Loan) -> None:
+        self._calls = calls
+        self._lease = loan.lease
+        self.ids: np.ndarray = loan.ids
+        self.groups = loan.groups
+        self.versions: np.ndarray = loan.versions
+        self.priorities: np.ndarray = loan.priorities
+        self.fields: dict[str, Column] = loan.columns
+        self.settled = False
+
+    def __getitem__(self, field: str) -> Column:
+        if field not in self.fields:
+            raise KeyError(
+                f"{field!r} was not fetched; the batch has {sorted(self.fields)} (pass fields=[...])"
+            )
+        return self.fields[field]
+
+    def __contains__(self, field: object) -> bool:
+        return field in self.fields
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({len(self)} samples, fields {sorted(self.fields)})"
+
+
+class Batch(Samples):
+    """Samples on loan. `ack` completes them, `nack` or the end of the lease returns them."""
+
+    def ack(self, timeout: float = _CONTROL_TIMEOUT) -> None:
+        """Completes the samples for the task. Once is enough; again does nothing.
+
+        Raises:
+            StaleLease: the lease has lapsed, and the samples may have gone to another consumer.
+        """
+        if not self.settled:
+            run(self._calls.servers.link, self._calls.ack(self._lease, timeout))
+            self.settled = True
+
+    def nack(self, timeout: float = _CONTROL_TIMEOUT) -> None:
+        """Returns the samples: they are ready again in their old place. Does nothing after `ack` or
+        `nack`.
+        """
+        if not self.settled:
+            run(self._calls.servers.link, self._calls.nack(self._lease, timeout))
+            self.settled = True
+
+    def extend_lease(self, seconds: float, timeout: float = _CONTROL_TIMEOUT) -> None:
+        """Lets the lease end `seconds` from now. Raises StaleLease if it has ended already."""
+        run(self._calls.servers.link, self._calls.extend(self._lease, seconds, timeout))
+
+
+class Partition:
+    """A named stream of samples; made by `Client.partition`."""
+
+    def __init__(self, calls: PartitionCalls) -> None:
+        self._calls = calls
+        self._link = calls.servers.link
+
+    @property
+    def name(self) -> str:
+        return self._calls.name
+
+    @property
+    def tasks(self) -> dict[str, tuple[str, ...]]:
+        """Name of each task -> the fields it needs."""
+        return dict(self._calls.tasks)
+
+    @property
+    def closed(self) -> bool:
+        """Whether the stream has been ended (asks the controller)."""
+        return run(self._link, self._calls.closed(_CONTROL_TIMEOUT))
+
+    def put(
+        self,
+        fields: Fields,
+        *,
+        groups: Sequence[str | None] | None = None,
+        version: int | Sequence[int] = 0,
+        priority: int | Sequence[int] = 0,
+        shared: Shared | None = None,
+        group_sizes: Mapping[str, int] | None = None,
+        timeout: float = 60.0,
+    ) -> np.ndarray:
+        """Adds samples, all or none of them.
+
+        Args:
+            fields: name -> rows: an array or tensor ``[rows, ...]``, or a sequence with one value a row
+                (array ``[length, *trailing]``, number, str, bytes, plain data, None). A mapping flattens to
+                ``name/key``.
+            groups: the group key of each sample. Several puts may add to one group.
+            version: policy version, of all or of each.
+            priority: lower is served first, of all or of each.
+            shared: name -> (stored rows, index): values that several samples have in common, sent once;
+                ``index[i]`` is the stored row of sample i, None for no value.
+            group_sizes: group key -> members in the end, where they differ from what the sampler is told.
+            timeout: seconds; waits this long for room.
+
+        Returns:
+            int64 ``[rows]``: the ids.
+
+        Raises:
+            Full: the limits left no room until the deadline.
+            TooLarge: it can never fit.
+            SchemaMismatch: a field differs in dtype or trailing shape from its first write.
+            GroupMismatch: a group would outgrow its size.
+            Closed: the partition is closed.
+            StorageLost, ControllerLost, Timeout: not acknowledged; nothing becomes visible later.
+        """
+        return run(
+            self._link, self._calls.put(fields, groups, version, priority, shared, group_sizes, timeout)
+        )
+
+    def update(self, ids: Sequence[int] | np.ndarray, fields: Fields, *, timeout: float = 60.0) -> None:
+        """Writes more fields of samples; what they complete becomes ready. A field written again takes the
+        new value.
+
+        Raises:
+            UnknownSample: a sample is acked by every task, dropped, or was never put.
+            SchemaMismatch: as for `put`.
+        """
+        run(self._link, self._calls.update(ids, fields, timeout))  # type: ignore[arg-type]
+
+    def close_group(
+        self, key: str, count: int, tombstones: int = 0, *, timeout: float = _CONTROL_TIMEOUT
+    ) -> None:
+        """Says that a group has `count` members of which `tombstones` will never be put, so that no one waits
+        for them.
+        """
+        run(self._link, self._calls.close_group(key, count, tombstones, timeout))
+
+    def fetch(
+        self,
+        task: str,
+        batch_size: int,
+        *,
+        sampler: Sampler | None = None,
+        max_priority: int | None = None,
+        min_version: int | None = None,
+        fields: Sequence[str] | None = None,
+        lease_seconds: float = 600.0,
+        timeout: float = 30.0,
+        partial: bool = False,
+    ) -> Batch:
+        """Leases `batch_size` samples; waits in the controller until there are as many.
+
+        Args:
+            task: whose samples.
+            batch_size: samples; with `Groups(n)` a multiple of n, served as ``batch_size / n`` whole groups.
+            sampler: `InOrder()` (default) or `Groups(n)`.
+            max_priority: only samples (groups: all members) of at most this priority.
+            min_version: only samples (groups: all members) of at least this version.
+            fields: which to read; None: those the task needs.
+            lease_seconds: after which unacked samples return.
+            timeout: seconds to wait for samples.
+            partial: at the deadline, take what there is if it is at least one sample (group).
+
+        Returns:
+            A batch; fewer than `batch_size` samples only at the end of the stream, for groups with
+            tombstones, or if `partial`.
+
+        Raises:
+            Timeout: not enough became ready.
+            Closed: the partition is closed and drained for this task.
+            FieldNotReady: a field in `fields` is not written; the samples return.
+        """
+        loan = run(
+            self._link,
+            self._calls.fetch(
+                task, batch_size, sampler, max_priority, min_version, fields, lease_seconds, timeout, partial
+            ),
+        )
+        return Batch(self._calls, loan)
+
+    def stream(
+        self,
+        task: str,
+        batch_size: int,
+        *,
+        sampler: Sampler | None = None,
+        max_priority: int | None = None,
+        min_version: int | None = None,
+        fields: Sequence[str] | None = None,
+        lease_seconds: float = 600.0,
+        timeout: float = 86_400.0,
+    ) -> Iterator[Batch]:
+        """Batches until the partition is closed and drained; see `fetch`.
+
+        Leaving the loop early returns the batch at hand unless it is acked; earlier ones stay leased.
+        """
+        while True:
+            try:
+                batch = self.fetch(
+                    task,
+                    batch_size,
+                    sampler=sampler,
+                    max_priority=max_priority,
+                    min_version=min_version,
+                    fields=fields,
+                    lease_seconds=lease_seconds,
+                    timeout=timeout,
+                )
+            except Closed:
+                return
+            try:
+                yield batch
+            except BaseException:  # GeneratorExit, when the loop is left
+                _return(batch)
+                raise
+
+    def get(
+        self,
+        ids: Sequence[int] | np.ndarray,
+        fields: Sequence[str] | None = None,
+        *,
+        timeout: float = _CONTROL_TIMEOUT,
+    ) -> dict[str, Column]:
+        """Reads samples without leasing them. `fields` None: all that every one of them has.
+
+        Raises:
+            UnknownSample: a sample is freed or dropped, or was never put.
+            FieldNotReady: a field is not written yet.
+        """
+        return run(self._link, self._calls.get(ids, fields, timeout))  # type: ignore[arg-type]
+
+    def drop(
+        self, ids: Sequence[int] | np.ndarray, reason: str, *, timeout: float = _CONTROL_TIMEOUT
+    ) -> None:
+        """Ends samples for every task that has not acked them; the ledger keeps the reason. All or nothing.
+
+        A dropped member no longer counts for its group: the others are served without it. An id that is
+        dropped already keeps its first reason. Raises UnknownSample for ids that were never put or are acked
+        by every task.
+        """
+        run(self._link, self._calls.drop(ids, reason, timeout))  # type: ignore[arg-type]
+
+    def ledger(self, task: str, *, timeout: float = _CONTROL_TIMEOUT) -> Ledger:
+        """What became of every sample ever put, for one task."""
+        return run(self._link, self._calls.ledger(task, timeout))
+
+    def close(self, *, timeout: float = _CONTROL_TIMEOUT) -> None:
+        """Ends the stream: puts raise `Closed`; fetches return what is left, then raise `Closed`.
+        Idempotent.
+        """
+        run(self._link, self._calls.close(timeout))
+
+    def __repr__(self) -> str:
+        return f"Partition({self.name!r}, tasks {sorted(self._calls.tasks)})"
+
+
+def _return(batch: Batch) -> None:
+    try:
+        batch.nack()
+    except StaleLease:
+        return  # it has lapsed, so the samples are back already

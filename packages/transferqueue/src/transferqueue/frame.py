@@ -1,0 +1,149 @@
+"""The jagged frame: all columns of a batch in one buffer, and the description that travels beside it.
+
+Every column is up to four sections, each starting at a multiple of 64 bytes: values, offsets (int64), valid
+(one byte a row), index (int64). Where they start follows from their sizes, so the description holds counts
+and no positions. A
+decoder trusts nothing: every size is derived, bounded by the buffer, and the offsets are checked before use.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+import numpy as np
+import xxhash
+
+from .columns import DTYPES, Column, ColumnPlan, FieldSpec, row_nbytes
+from .errors import Corrupt
+
+ALIGNMENT = 64
+
+
+class ColumnHeader(msgspec.Struct, frozen=True, array_like=True):
+    """Describes one column of a frame; see `ColumnPlan` for the counts."""
+
+    name: str
+    spec: FieldSpec
+    total: int
+    stored: int
+    has_valid: bool
+    shared: bool
+
+
+class FrameHeader(msgspec.Struct, frozen=True, array_like=True):
+    """Describes a frame: the rows of every column, the columns, and the xxh3 checksum of the buffer."""
+
+    rows: int
+    columns: list[ColumnHeader]
+    checksum: int
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def _sections(header: ColumnHeader, rows: int) -> tuple[int, int, int, int]:
+    """Bytes of values, offsets, valid and index."""
+    return (
+        row_nbytes(header.spec) * header.total,
+        0 if header.spec.scalar else 8 * (header.stored + 1),
+        header.stored if header.has_valid else 0,
+        8 * rows if header.shared else 0,
+    )
+
+
+def encode(rows: int, plans: Mapping[str, ColumnPlan]) -> tuple[FrameHeader, np.ndarray]:
+    """Copies every column once into one fresh buffer (uint8) and describes it."""
+    headers = [
+        ColumnHeader(name, plan.spec, plan.total, plan.stored, plan.valid is not None, plan.index is not None)
+        for name, plan in plans.items()
+    ]
+    sizes = [_sections(header, rows) for header in headers]
+    buffer = np.empty(sum(_aligned(size) for column in sizes for size in column), np.uint8)
+    at = 0
+    for (values, offsets, valid, index), plan in zip(sizes, plans.values(), strict=True):
+        stored = plan.spec.stored
+        plan.fill(buffer[at : at + values].view(stored).reshape(plan.total, *plan.spec.trailing))
+        at = _pad(buffer, at, values)
+        for nbytes, section in ((offsets, plan.offsets), (valid, plan.valid), (index, plan.index)):
+            if nbytes:
+                buffer[at : at + nbytes].view(section.dtype)[...] = section  # type: ignore[union-attr]
+                at = _pad(buffer, at, nbytes)
+    return FrameHeader(rows, headers, xxhash.xxh3_64_intdigest(buffer)), buffer
+
+
+def _pad(buffer: np.ndarray, at: int, nbytes: int) -> int:
+    """Zeroes the gap behind a section and returns where the next begins: no stale memory leaves the
+    process.
+    """
+    end = at + _aligned(nbytes)
+    buffer[at + nbytes : end] = 0
+    return end
+
+
+def decode(header: FrameHeader, payload: Any) -> dict[str, Column]:
+    """The columns of a frame as read-only views of `payload` (any buffer); the views keep it alive.
+
+    Raises:
+        Corrupt: the checksum or the description does not fit the bytes.
+    """
+    buffer = np.frombuffer(payload, np.uint8) if len(payload) else np.empty(0, np.uint8)
+    buffer.flags.writeable = False
+    if xxhash.xxh3_64_intdigest(buffer) != header.checksum:
+        raise Corrupt(
+            f"a frame of {len(buffer)} bytes does not match its checksum; it was changed on the way"
+        )
+    columns: dict[str, Column] = {}
+    at = 0
+    for column in header.columns:
+        sizes = _checked(column, header.rows, len(buffer) - at)
+        views: list[np.ndarray] = []
+        for nbytes, dtype in zip(sizes, (column.spec.stored, np.int64, np.bool_, np.int64), strict=True):
+            views.append(_view(buffer[at : at + nbytes], dtype))
+            at += _aligned(nbytes)
+        columns[column.name] = _column(column, views)
+    if at != len(buffer) or len(columns) != len(header.columns):
+        raise Corrupt(f"a frame of {len(buffer)} bytes is described as {at}")
+    return columns
+
+
+def _checked(column: ColumnHeader, rows: int, left: int) -> tuple[int, int, int, int]:
+    spec = column.spec
+    counts = (rows, column.total, column.stored, *spec.trailing)
+    sane = spec.dtype in DTYPES and min(counts) >= 0 and max(counts) < 1 << 48 and len(counts) <= 32
+    sane = sane and not (spec.scalar and (spec.trailing or column.total != column.stored))
+    sane = sane and (column.shared or column.stored == rows)
+    if not sane:
+        raise Corrupt(f"column {column.name!r} is described inconsistently ({column})")
+    sizes = _sections(column, rows)
+    if sum(map(_aligned, sizes)) > left:
+        raise Corrupt(f"column {column.name!r} is described as {sum(sizes)} bytes where {left} are left")
+    return sizes
+
+
+def _view(section: np.ndarray, dtype: Any) -> np.ndarray:
+    dtype = np.dtype(dtype)
+    if section.ctypes.data % dtype.alignment:  # small messages lie at odd addresses in the receive buffer
+        section = section.copy()
+        section.flags.writeable = False
+    return section.view(dtype)
+
+
+def _column(column: ColumnHeader, views: list[np.ndarray]) -> Column:
+    flat, offsets, valid, index = views
+    spec = column.spec
+    if not spec.scalar and (
+        offsets[0] != 0 or offsets[-1] != column.total or (offsets[1:] < offsets[:-1]).any()
+    ):
+        raise Corrupt(f"the offsets of column {column.name!r} do not increase from 0 to {column.total}")
+    if column.shared and len(index) and (index.min() < -1 or index.max() >= column.stored):
+        raise Corrupt(f"the index of column {column.name!r} points outside its {column.stored} stored rows")
+    if column.has_valid and (valid.view(np.uint8) > 1).any():
+        raise Corrupt(f"the mask of column {column.name!r} holds more than 0 and 1")
+    return Column(
+        spec,
+        flat.reshape(column.total, *spec.trailing),
+        None if spec.scalar else offsets,
+        valid if column.has_valid else None,
+        index if column.shared else None,
+    )

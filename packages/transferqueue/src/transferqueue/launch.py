@@ -1,0 +1,194 @@
+"""Starting a store: the controller and its storage units as child processes, and ending them."""
+
+import os
+import re
+import selectors
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from ipaddress import ip_address
+from types import TracebackType
+
+import msgspec
+
+from .assignment import Assignment, Listening
+from .errors import InvalidArgument, StartFailed
+from .ids import MAX_UNITS
+from .messages import MAX_FRAME_BYTES, UnitAddress
+
+_UNITS = {
+    "": 1,
+    "k": 10**3,
+    "m": 10**6,
+    "g": 10**9,
+    "t": 10**12,
+    "ki": 2**10,
+    "mi": 2**20,
+    "gi": 2**30,
+    "ti": 2**40,
+}
+
+
+class Server:
+    """A running store.
+
+    A context manager that gives itself; hand it, or its `address`, to `connect`.
+
+    Attributes:
+        address: of the controller, ``tcp://host:port``.
+        token: what clients have to present, or None.
+        processes: the controller, then the storage units.
+    """
+
+    def __init__(
+        self, address: str, token: str | None, processes: Sequence["subprocess.Popen[bytes]"]
+    ) -> None:
+        self.address = address
+        self.token = token
+        self.processes = tuple(processes)
+
+    def close(self, timeout: float = 5.0) -> None:
+        """Ends all processes and waits for them; those that do not end in `timeout` seconds are killed.
+        Idempotent.
+        """
+        _end(self.processes, timeout)
+
+    def __enter__(self) -> "Server":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __str__(self) -> str:
+        return self.address
+
+
+def serve(
+    storage_units: int = 1,
+    *,
+    max_bytes: int | str | None = None,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    token: str | None = None,
+    max_frame_bytes: int | str = MAX_FRAME_BYTES,
+    timeout: float = 30.0,
+) -> Server:
+    """Starts a controller and `storage_units` storage units, and returns when all of them listen.
+
+    They end with `Server.close`, with the ``with`` block, or with this process, however it ends.
+
+    Args:
+        storage_units: processes that hold payload.
+        max_bytes: payload bytes in the whole store, a number or text such as "8GiB"; puts wait beyond it.
+            None: no limit.
+        host: where to listen; other than loopback needs a `token`.
+        port: of the controller; 0 takes a free one. Storage units always take free ones.
+        token: a secret that every connection must present.
+        max_frame_bytes: the largest message accepted.
+        timeout: seconds for all of them to start.
+
+    Raises:
+        InvalidArgument: a bad size, or a host off loopback without a token.
+        StartFailed: a process did not start in time, or could not listen (port in use).
+    """
+    if not 1 <= storage_units <= MAX_UNITS:
+        raise InvalidArgument(f"storage_units is {storage_units}; it must be in [1, {MAX_UNITS}]")
+    if not is_loopback(host) and not token:
+        raise InvalidArgument(
+            f"host {host!r} can be reached from other machines; pass a token, or listen on 127.0.0.1"
+        )
+    host = "127.0.0.1" if host == "localhost" else host
+    frame_bytes, limit = parse_bytes(max_frame_bytes), None if max_bytes is None else parse_bytes(max_bytes)
+    deadline = time.monotonic() + timeout
+    processes: list[subprocess.Popen[bytes]] = []
+    try:
+        for _ in range(storage_units + 1):
+            command = [sys.executable, "-m", "transferqueue.process"]
+            processes.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE))
+        controller, *units = processes
+        for number, process in enumerate(units):
+            _assign(process, Assignment(os.getpid(), host, 0, token, frame_bytes, number))
+        addresses = [
+            UnitAddress(number, host, _listening(f"storage unit {number}", process, deadline))
+            for number, process in enumerate(units)
+        ]
+        _assign(
+            controller,
+            Assignment(os.getpid(), host, port, token, frame_bytes, units=addresses, max_bytes=limit),
+        )
+        bound = _listening("the controller", controller, deadline)
+    except BaseException:
+        _end(processes, timeout=0.5)
+        raise
+    return Server(f"tcp://{f'[{host}]' if ':' in host else host}:{bound}", token, processes)
+
+
+def _assign(process: "subprocess.Popen[bytes]", assignment: Assignment) -> None:
+    assert process.stdin is not None
+    try:
+        process.stdin.write(msgspec.json.encode(assignment) + b"\n")
+        process.stdin.flush()
+    except BrokenPipeError:
+        return  # it ended already; waiting for its answer tells how
+
+
+def _listening(name: str, process: "subprocess.Popen[bytes]", deadline: float) -> int:
+    """Waits for the line in which a process says its port."""
+    assert process.stdout is not None
+    line = b""
+    with selectors.DefaultSelector() as selector:
+        selector.register(process.stdout, selectors.EVENT_READ)
+        while not line.endswith(b"\n"):
+            if not selector.select(max(0.0, deadline - time.monotonic())):
+                raise StartFailed(f"{name} did not start in time; give serve(...) a longer timeout")
+            chunk = os.read(process.stdout.fileno(), 65_536)
+            if not chunk:
+                raise StartFailed(
+                    f"{name} ended with status {process.wait(5)} before it listened; see its stderr above"
+                )
+            line += chunk
+    said = msgspec.json.decode(line, type=Listening)
+    if said.error:
+        raise StartFailed(f"{name} {said.error}; choose another port or host")
+    return said.port
+
+
+def _end(processes: Sequence["subprocess.Popen[bytes]"], timeout: float) -> None:
+    for process in processes:
+        if process.stdin is not None and not process.stdin.closed:
+            try:
+                process.stdin.close()  # its signal to end
+            except BrokenPipeError:
+                continue  # unwritten bytes for a process that is gone
+    deadline = time.monotonic() + timeout
+    for process in processes:
+        try:
+            process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait(10)
+        if process.stdout is not None:
+            process.stdout.close()
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach `host`."""
+    if host == "localhost":
+        return True
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def parse_bytes(size: int | str) -> int:
+    """A number of bytes from an int or text such as "8GiB", "500 MB", "1024"."""
+    if isinstance(size, int) and not isinstance(size, bool) and size > 0:
+        return size
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([kmgt]?i?)b?\s*", str(size).lower())
+    if match is None or match[2] not in _UNITS or int(float(match[1]) * _UNITS[match[2]]) < 1:
+        raise InvalidArgument(f'{size!r} is no size; give a positive number of bytes, or text such as "8GiB"')
+    return int(float(match[1]) * _UNITS[match[2]])

@@ -1,0 +1,347 @@
+"""The client's side of the wire: one thread that owns every socket of a client.
+
+`Link.submit` may be called from any thread and returns a future. Requests survive a reconnect: they are
+repeated under their id, and the server does them once. A peer that stays unreachable fails them with its own
+error.
+"""
+
+import os
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from itertools import count
+from typing import Any
+
+import msgspec
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from .errors import Malformed, QueueError, Timeout, named
+from .messages import (
+    COPY_BELOW,
+    MAX_FRAME_BYTES,
+    PROTOCOL,
+    Cancel,
+    Failure,
+    Fetch,
+    Hello,
+    Leased,
+    Nack,
+    ReplyBody,
+    Request,
+    RequestBody,
+    Welcome,
+    decode_reply,
+    encoder,
+)
+
+_SLACK = 1.0  # seconds a server that is alive has to tell us that our deadline passed
+_GREETED = zmq.EVENT_HANDSHAKE_SUCCEEDED
+_LEFT = zmq.EVENT_DISCONNECTED
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What came back: the body, and the payload as a buffer."""
+
+    body: ReplyBody
+    payload: Any
+
+
+@dataclass(eq=False, slots=True)
+class Pending:
+    """A request on its way. `future` ends with an Answer or a QueueError."""
+
+    peer: "Peer"
+    body: RequestBody
+    payload: Any
+    deadline: float
+    future: "Future[Answer]" = field(default_factory=Future)
+    id: int = 0
+    greeting: int = 0
+
+
+@dataclass(eq=False, slots=True)
+class Peer:
+    """A server we talk to. Only the link's thread touches it after `Link.peer` made it.
+
+    Attributes:
+        lost: makes the error that says this peer is gone, from the reason.
+        greeting: how often we said hello; a request sent before the last hello is repeated after the welcome.
+    """
+
+    name: str
+    address: str
+    lost: Callable[[str], QueueError]
+    welcome: "Future[Welcome]" = field(default_factory=Future)
+    socket: Any = None
+    monitor: Any = None
+    outstanding: dict[int, Pending] = field(default_factory=dict)
+    ids: "count[int]" = field(default_factory=lambda: count(1))
+    greeting: int = 0
+    greeted: int = 0
+    down_since: float | None = None
+    failed: QueueError | None = None
+    final: bool = False
+    incarnation: int | None = None
+
+
+class Link:
+    """All connections of one client.
+
+    Args:
+        token: presented in every hello.
+        patience: seconds a peer may be unreachable before its requests fail.
+    """
+
+    def __init__(self, token: str | None, patience: float) -> None:
+        self._token = token or ""
+        self._patience = patience
+        self._client = secrets.randbits(62)
+        self._pid = os.getpid()
+        self._inbox: deque[tuple[str, Any]] = deque()
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._peers: list[Peer] = []
+        self._deadlines: list[tuple[float, int, Pending]] = []
+        self._numbers = count()
+        self._lock = threading.Lock()
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="transferqueue-link", daemon=True)
+        self._thread.start()
+
+    # -- any thread ------------------------------------------------------------------------------------------
+
+    def peer(self, name: str, address: str, lost: Callable[[str], QueueError]) -> Peer:
+        """Starts connecting to a server; `peer.welcome` ends with its welcome or the reason why not."""
+        peer = Peer(name, address, lost)
+        self._tell("connect", peer)
+        return peer
+
+    def submit(self, peer: Peer, body: RequestBody, payload: Any = None, *, timeout: float) -> Pending:
+        """Sends a request; its future ends within `timeout` seconds and a little."""
+        pending = Pending(peer, body, payload, time.monotonic() + timeout)
+        pending.future.set_running_or_notify_cancel()  # only an answer, an error or the deadline ends it
+        self._tell("send", pending)
+        return pending
+
+    def give_up(self, pending: Pending) -> None:
+        """The answer is not wanted any more; what the request may have leased returns."""
+        self._tell("cancel", pending)
+
+    def close(self) -> None:
+        """Ends the thread; requests under way fail."""
+        with self._lock:
+            if self._closed or self._pid != os.getpid():
+                return
+            self._closed = True
+            self._inbox.append(("stop", None))
+            os.eventfd_write(self._wake, 1)
+        self._thread.join(timeout=10)
+        os.close(self._wake)
+
+    def _tell(self, what: str, subject: Any) -> None:
+        if self._pid != os.getpid():
+            raise QueueError("this client was connected in another process; connect again after a fork")
+        with self._lock:
+            if self._closed:
+                raise QueueError("this client is closed; connect again")
+            self._inbox.append((what, subject))
+            os.eventfd_write(self._wake, 1)
+
+    # -- the link's thread -----------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        self._context = zmq.Context()
+        self._poller = zmq.Poller()
+        self._poller.register(self._wake, zmq.POLLIN)
+        self._handlers: dict[Any, Callable[[], bool]] = {}
+        running = True
+        while running:
+            ready = self._poller.poll(self._wait())
+            for source, _ in ready:
+                if source == self._wake:
+                    os.eventfd_read(self._wake)
+                    running = self._read_inbox()
+                elif (handler := self._handlers.get(source)) is not None:
+                    while handler():
+                        pass
+            self._expire(time.monotonic())
+        for peer in self._peers:
+            self._fail(peer, QueueError("this client was closed while the request was under way"), final=True)
+            peer.socket.disable_monitor()
+        self._context.destroy(linger=0)
+
+    def _wait(self) -> int | None:
+        times = [self._deadlines[0][0]] if self._deadlines else []
+        down = (peer.down_since for peer in self._peers if peer.failed is None)
+        times.extend(since + self._patience for since in down if since is not None)
+        return max(0, int((min(times) - time.monotonic()) * 1000) + 1) if times else None
+
+    def _read_inbox(self) -> bool:
+        while self._inbox:
+            what, subject = self._inbox.popleft()
+            match what:
+                case "connect":
+                    self._connect(subject)
+                case "send":
+                    self._start(subject)
+                case "cancel":
+                    self._cancel(subject)
+                case "stop":
+                    return False
+        return True
+
+    def _connect(self, peer: Peer) -> None:
+        peer.down_since = time.monotonic()
+        socket = peer.socket = self._context.socket(zmq.DEALER)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.SNDHWM, 0)
+        socket.setsockopt(zmq.RCVHWM, 0)
+        socket.setsockopt(zmq.IPV6, 1 if "[" in peer.address else 0)
+        socket.setsockopt(zmq.RECONNECT_IVL, 50)
+        socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+        socket.setsockopt(
+            zmq.HEARTBEAT_IVL, 5_000
+        )  # answered by libzmq's own thread, also while the server computes
+        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 15_000)
+        peer.monitor = socket.get_monitor_socket(_GREETED | _LEFT)
+        self._peers.append(peer)
+        self._handlers[socket] = lambda: self._receive(peer)
+        self._handlers[peer.monitor] = lambda: self._observe(peer)
+        self._poller.register(socket, zmq.POLLIN)
+        self._poller.register(peer.monitor, zmq.POLLIN)
+        try:
+            socket.connect(peer.address)
+        except zmq.ZMQError as error:
+            self._fail(peer, peer.lost(f"{peer.address!r} is no address to connect to ({error})"), final=True)
+
+    def _observe(self, peer: Peer) -> bool:
+        try:
+            event = recv_monitor_message(peer.monitor, zmq.NOBLOCK)["event"]
+        except zmq.Again:
+            return False
+        if event == _GREETED:
+            self._greet(peer)
+        elif event == _LEFT and peer.down_since is None:
+            peer.down_since = time.monotonic()
+        return True
+
+    def _greet(self, peer: Peer) -> None:
+        peer.greeting += 1
+        hello = Hello(PROTOCOL, self._token, self._client)
+        peer.socket.send(encoder.encode(Request(0, 0, 0.0, hello)))
+
+    def _start(self, pending: Pending) -> None:
+        peer = pending.peer
+        if peer.failed is not None:
+            _end(pending, peer.failed)
+            return
+        pending.id = next(peer.ids)
+        peer.outstanding[pending.id] = pending
+        heappush(self._deadlines, (pending.deadline + _SLACK, next(self._numbers), pending))
+        if peer.greeting:
+            self._send(pending)  # otherwise it follows the first welcome
+
+    def _send(self, pending: Pending) -> None:
+        peer = pending.peer
+        pending.greeting = peer.greeting
+        timeout = max(0.0, pending.deadline - time.monotonic())
+        header = encoder.encode(Request(pending.id, next(iter(peer.outstanding)), timeout, pending.body))
+        if pending.payload is None:
+            peer.socket.send(header)
+        else:
+            peer.socket.send(header, zmq.SNDMORE)
+            peer.socket.send(pending.payload, copy=len(pending.payload) < COPY_BELOW)
+
+    def _cancel(self, pending: Pending) -> None:
+        peer, body = pending.peer, pending.body
+        if pending.id in peer.outstanding:
+            self._start(Pending(peer, Cancel(pending.id), None, time.monotonic() + 30))
+        elif isinstance(body, Fetch) and pending.future.exception(0) is None:
+            leased = pending.future.result(0).body
+            if isinstance(leased, Leased):
+                self._start(Pending(peer, Nack(body.partition, leased.lease), None, time.monotonic() + 30))
+
+    def _receive(self, peer: Peer) -> bool:
+        try:
+            frames = peer.socket.recv_multipart(zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            return False
+        try:
+            reply = decode_reply(frames[0].buffer)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            self._fail(
+                peer, Malformed(f"{peer.name} at {peer.address} sent what is no reply ({error})"), final=True
+            )
+            return True
+        body = reply.body
+        if isinstance(body, Welcome):
+            self._welcomed(peer, body)
+        elif isinstance(body, Failure) and body.kind == "HelloRequired":
+            if peer.greeted == peer.greeting:
+                self._greet(peer)
+        elif isinstance(body, Failure) and reply.id == 0:
+            self._fail(peer, named(body.kind, body.message, body.details), final=True)
+        elif (pending := peer.outstanding.pop(reply.id, None)) is not None:
+            if isinstance(body, Failure):
+                _end(pending, named(body.kind, body.message, body.details))
+            else:
+                _end(pending, Answer(body, frames[1].buffer if len(frames) > 1 else b""))
+        return True
+
+    def _welcomed(self, peer: Peer, welcome: Welcome) -> None:
+        if peer.incarnation is not None and peer.incarnation != welcome.incarnation:
+            self._fail(peer, peer.lost("was replaced by another that holds none of our samples"), final=True)
+            return
+        peer.incarnation = welcome.incarnation
+        peer.greeted = peer.greeting
+        peer.down_since = peer.failed = None
+        if not peer.welcome.done():
+            peer.welcome.set_result(welcome)
+        for pending in list(peer.outstanding.values()):
+            if pending.greeting < peer.greeting:
+                self._send(pending)
+
+    def _expire(self, now: float) -> None:
+        while self._deadlines and (self._deadlines[0][0] <= now or self._deadlines[0][2].future.done()):
+            pending = heappop(self._deadlines)[2]
+            if not pending.future.done():
+                pending.peer.outstanding.pop(pending.id, None)
+                name, what = pending.peer.name, type(pending.body).__name__
+                _end(pending, Timeout(f"{name} at {pending.peer.address} did not answer {what} in time"))
+        for peer in self._peers:
+            if (
+                peer.down_since is not None
+                and peer.failed is None
+                and now >= peer.down_since + self._patience
+            ):
+                self._fail(peer, peer.lost(f"cannot be reached since {self._patience:g} s"), final=False)
+
+    def _fail(self, peer: Peer, error: QueueError, *, final: bool) -> None:
+        """Ends everything under way; unless `final`, a later welcome makes the peer usable again."""
+        if peer.final:
+            return
+        peer.failed, peer.final = error, final
+        if not peer.welcome.done():
+            peer.welcome.set_exception(error)
+        for pending in peer.outstanding.values():
+            _end(pending, error)
+        peer.outstanding.clear()
+
+
+def _end(pending: Pending, outcome: Answer | QueueError) -> None:
+    pending.payload = None  # the deadline heap may hold the request for a while yet
+    if isinstance(outcome, Answer):
+        pending.future.set_result(outcome)
+    else:
+        pending.future.set_exception(outcome)
+
+
+def frame_limit(peer: Peer) -> int:
+    """The largest frame the peer accepts, as its welcome said."""
+    return peer.welcome.result(0).max_frame_bytes if peer.welcome.done() else MAX_FRAME_BYTES
