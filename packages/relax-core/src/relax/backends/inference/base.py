@@ -57,6 +57,10 @@ class InferenceEngine(Protocol):
         """End a request early: it finishes with what it has, reason `abort`. An unknown id is ignored."""
         ...
 
+    def weights(self) -> "Mapping[str, Tensor]":
+        """The weights by Hugging Face name: what the tensors of a version have to look like."""
+        ...
+
     async def begin_update(self, version: int, tensors: "Mapping[str, Tensor]") -> None:
         """Take a version's tensors (Hugging Face names) to be committed; serving goes on. Checks names,
         shapes and dtypes before anything changes."""

@@ -134,6 +134,7 @@ class RunningBatch:
             self._temperature[rows],
             self._top_p[rows],
             self._top_k[rows],
+            never=self._network.placeholders,
         )
         if not np.isfinite(drawn.logprobs).all():
             row = rows.start + int(np.flatnonzero(~np.isfinite(drawn.logprobs))[0])

@@ -89,6 +89,8 @@ class Network:
             # Token id -> the type that get_rope_index calls it.
             self._placeholders = {self._model.config.image_token_id: 1, self._model.config.video_token_id: 2}
             self._merge = self._model.config.vision_config.spatial_merge_size**2
+        self.placeholders = tuple(self._placeholders)
+        """Tokens that stand for media: a response never holds one, as there would be no media behind it."""
         pad = getattr(text, "pad_token_id", None)
         self._pad = 0 if pad is None or pad in self._placeholders else int(pad)
 

@@ -6,6 +6,7 @@ draw depends on nothing but that pair and the bits of its logits: not on the bat
     generator's state.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -49,6 +50,7 @@ def draw(
     temperature: NDArray[np.float32],
     top_p: NDArray[np.float32],
     top_k: NDArray[np.int64],
+    never: Sequence[int] = (),
 ) -> Draws:
     """Draw one token a row.
 
@@ -61,6 +63,7 @@ def draw(
         top_p: [rows], in (0, 1]; the smallest set of most probable tokens that reaches it is kept, 1 keeps
             all.
         top_k: [rows], tokens kept, 0 keeps all.
+        never: tokens that are not drawn, such as placeholders of images, whatever their probability.
 
     Returns:
         The tokens, and their logprobs under the temperature-scaled distribution over the whole vocabulary,
@@ -72,6 +75,8 @@ def draw(
     # float64 keeps the tail of a large vocabulary; a probability of exactly 0 is a step of height 0 and is
     # never drawn.
     weights = logprobs.exp().double()
+    if never:
+        weights[:, list(never)] = 0.0
     truncated = ~greedy & ((top_p < 1) | (top_k > 0))
     if truncated.any():
         rows = torch.from_numpy(np.flatnonzero(truncated)).to(logits.device)
@@ -83,7 +88,7 @@ def draw(
     tokens = torch.searchsorted(cumulative, goal, right=True)
     if greedy.any():
         tokens = torch.where(
-            torch.from_numpy(greedy).to(logits.device)[:, None], logprobs.argmax(dim=-1, keepdim=True), tokens
+            torch.from_numpy(greedy).to(logits.device)[:, None], weights.argmax(dim=-1, keepdim=True), tokens
         )
     chosen = logprobs.gather(1, tokens.clamp_(max=logits.shape[-1] - 1))
     return Draws(tokens[:, 0].cpu().numpy(), chosen[:, 0].cpu().numpy())

@@ -63,10 +63,6 @@ class Schedule(Protocol):
 
     def next(self, inbox: Inbox, running: Collection[str], free: int) -> Action | None: ...
 
-    def check_request(self, request_id: str) -> None:
-        """Raise if the schedule has no place for a request."""
-        ...
-
     def check_commit(self, version: int) -> None:
         """Raise if the schedule has no place for a commit."""
         ...
@@ -90,27 +86,23 @@ class LiveSchedule:
             return Admit(ids[:free])
         return Decode() if running else None
 
-    def check_request(self, request_id: str) -> None:
-        pass
-
     def check_commit(self, version: int) -> None:
         pass
 
 
 class ReplaySchedule:
-    """The events of a log, each waiting for the calls it needs; after the last one, live."""
+    """The events of a log, each waiting for the calls it needs; after the last one, live.
+
+    Requests that the log does not hold (they were still waiting when it ended) wait for its end here, too.
+    """
 
     def __init__(self, events: Iterable[Sequence[Any]]) -> None:
         self._events: list[list[Any]] = [list(event) for event in reversed(list(events))]
-        self._ids = {name for kind, what in self._events if kind == "admit" for name in what}
-        self._ids |= {what for kind, what in self._events if kind == "abort"}
         self._versions = sorted({what for kind, what in self._events if kind == "commit"})
         self._live = LiveSchedule()
-        self._over = not self._events
 
     def next(self, inbox: Inbox, running: Collection[str], free: int) -> Action | None:
         if not self._events:
-            self._over = True
             return self._live.next(inbox, running, free)
         # Aborts of this run happened at another moment than the recorded ones, which alone count.
         inbox.aborts.clear()
@@ -146,12 +138,9 @@ class ReplaySchedule:
                 return None
         raise ReplayMismatch(f"the log holds an event of unknown kind {kind!r}")
 
-    def check_request(self, request_id: str) -> None:
-        if not self._over and request_id not in self._ids:
-            raise ReplayMismatch(f"request {request_id!r} is not in the log that this engine replays")
-
     def check_commit(self, version: int) -> None:
-        if not self._over and version not in self._versions:
+        # Versions after the last recorded one wait for the end of the log.
+        if self._events and version not in self._versions and version < max(self._versions, default=version):
             raise ReplayMismatch(
                 f"version {version} is not in the log that this engine replays; it commits {self._versions}"
             )

@@ -158,7 +158,6 @@ class TransformersEngine:
                         f"request id {request.id!r} is already in flight; ids must be unique"
                     )
                 taken.add(request.id)
-                self._schedule.check_request(request.id)
             for request in requests:
                 self._inbox.waiting[request.id] = request
                 self._streams[request.id] = stream
@@ -170,6 +169,10 @@ class TransformersEngine:
         ignored.
         """
         self._give_up([request_id])
+
+    def weights(self) -> dict[str, Tensor]:
+        """The weights by Hugging Face name: what the tensors of a version have to look like."""
+        return dict(self._network.layout)
 
     async def begin_update(self, version: int, tensors: Mapping[str, Tensor]) -> None:
         """Take the complete weights of a version, to be committed; one begun before and not committed is
@@ -302,7 +305,6 @@ class TransformersEngine:
     def _next(self) -> Action | None:
         running = [request.id for request in self._batch.requests]
         with self._arrival:
-            self._running = len(running)
             while not self._closing:
                 action = self._schedule.next(self._inbox, running, self._batch.free)
                 if action is not None:
@@ -361,6 +363,7 @@ class TransformersEngine:
     ) -> None:
         deliveries: dict[GenerationStream, list[FinishedGeneration]] = {}
         with self._lock:
+            self._running = len(self._batch)
             self._decode_steps += steps
             self._generated_tokens += sampled
             self._busy_seconds += time.perf_counter() - started

@@ -1,0 +1,170 @@
+"""Engines under test, each behind the same factory: an engine added later runs the same conformance "
+"checks."""
+
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import pytest
+import torch
+from agentic import Generation, GenerationRequest, Sampling
+from relax.backends.inference.base import InferenceEngine
+from relax.backends.inference.registry import engine_class
+from relax.backends.models import build_model, named_weights
+from relax.backends.tiny import write_tiny
+from torch import Tensor
+
+CONTEXT = 256
+
+
+class Oracle:
+    """Logprobs by one full forward of the plain Hugging Face model: no cache, no batch, weights of one "
+    "version."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.model = build_model(folder)
+        self._own = dict(named_weights(self.model))
+        self._base = {name: tensor.clone() for name, tensor in self._own.items()}
+
+    def weights(self, version: int) -> dict[str, Tensor]:
+        """Complete weights that differ from those of every other version, and give a distribution worth "
+        "sampling."""
+        generator = torch.Generator().manual_seed(version)
+        found: dict[str, Tensor] = {}
+        for name, tensor in self._base.items():
+            scale = 6.0 if tensor.ndim > 1 else 1.0
+            found[name] = tensor * scale + torch.randn(tensor.shape, generator=generator) * 0.03
+        return found
+
+    def logprobs(
+        self,
+        weights: Mapping[str, Tensor],
+        prompt: np.ndarray,
+        response: np.ndarray,
+        temperature: float,
+        media: Sequence[Mapping[str, Any]] = (),
+    ) -> np.ndarray:
+        """float32 [response]: the logprob of each response token at a temperature (0 counts as 1)."""
+        found = self.distributions(weights, prompt, response, temperature, media)
+        return found[np.arange(len(response)), response]
+
+    def distributions(
+        self,
+        weights: Mapping[str, Tensor],
+        prompt: np.ndarray,
+        response: np.ndarray,
+        temperature: float,
+        media: Sequence[Mapping[str, Any]] = (),
+    ) -> np.ndarray:
+        """float32 [response, vocabulary]: logprobs of every token in place of each response token."""
+        tokens = torch.from_numpy(np.concatenate([prompt, response]).astype(np.int64))[None]
+        extra: dict[str, Any] = {}
+        if media:
+            extra = {
+                name: torch.from_numpy(np.concatenate([item[name] for item in media]))
+                for name in ("pixel_values", "image_grid_thw")
+            }
+            extra["mm_token_type_ids"] = (tokens == self.model.config.image_token_id).long()
+        with torch.inference_mode():
+            for name, tensor in weights.items():
+                self._own[name].copy_(tensor)
+            logits = self.model(input_ids=tokens, use_cache=False, **extra).logits[0]
+            return torch.log_softmax(logits[len(prompt) - 1 : -1] / (temperature or 1.0), dim=-1).numpy()
+
+    def worst(self, request: GenerationRequest, generation: Generation) -> float:
+        """The largest |logprob difference| over the tokens, each against the weights of the version that "
+        "sampled it."""
+        gap = 0.0
+        for version, start, end in generation.spans:
+            expected = self.logprobs(
+                self.weights(version),
+                request.tokens,
+                generation.tokens,
+                request.sampling.temperature,
+                request.media,
+            )
+            gap = max(gap, float(np.abs(expected - generation.logprobs)[start:end].max()))
+        return gap
+
+
+class EngineFactory(Protocol):
+    """What the conformance checks need of an engine: a way to start it serving `oracle.weights(version)`."""
+
+    oracle: Oracle
+
+    def __call__(self, *, version: int | None = 0, **options: Any) -> AbstractAsyncContextManager[Any]: ...
+
+
+class TransformersFactory:
+    def __init__(self, oracle: Oracle) -> None:
+        self.oracle = oracle
+
+    @asynccontextmanager
+    async def __call__(self, *, version: int | None = 0, **options: Any) -> AsyncIterator[InferenceEngine]:
+        engine: Any = engine_class("transformers")(self.oracle.folder, **options)
+        try:
+            if version is not None:
+                await engine.begin_update(version, self.oracle.weights(version))
+                await engine.commit_update(version)
+            yield engine
+        finally:
+            await engine.close()
+
+
+FACTORIES: dict[str, Callable[[Oracle], EngineFactory]] = {"transformers": TransformersFactory}
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_torch_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def text_oracle(tmp_path_factory: pytest.TempPathFactory) -> Oracle:
+    return Oracle(write_tiny(tmp_path_factory.mktemp("text"), max_position_embeddings=CONTEXT))
+
+
+@pytest.fixture(scope="session")
+def vision_oracle(tmp_path_factory: pytest.TempPathFactory) -> Oracle:
+    return Oracle(write_tiny(tmp_path_factory.mktemp("vision"), "qwen3_vl", max_position_embeddings=CONTEXT))
+
+
+@pytest.fixture(params=sorted(FACTORIES))
+def start_engine(request: pytest.FixtureRequest, text_oracle: Oracle) -> EngineFactory:
+    """Every engine, over a tiny text model whose context is 256 tokens."""
+    return FACTORIES[request.param](text_oracle)
+
+
+@pytest.fixture
+def start_transformers(text_oracle: Oracle) -> EngineFactory:
+    return TransformersFactory(text_oracle)
+
+
+@pytest.fixture
+def start_vision(vision_oracle: Oracle) -> EngineFactory:
+    return TransformersFactory(vision_oracle)
+
+
+@pytest.fixture
+def make_request() -> Callable[..., GenerationRequest]:
+    """A request with a random prompt of printable tokens, drawn from its seed."""
+
+    def make(name: str, seed: int = 0, length: int = 12, **sampling: Any) -> GenerationRequest:
+        tokens = np.random.default_rng(seed).integers(7, 100, length).astype(np.int32)
+        settings = {"temperature": 0.8, "max_new_tokens": 16} | sampling
+        return GenerationRequest(name, tokens, Sampling(**settings), seed)
+
+    return make
+
+
+@pytest.fixture
+def collect() -> Callable[..., Any]:
+    """Read a stream to its end: generations by request id."""
+
+    async def read(engine: InferenceEngine, requests: Iterable[GenerationRequest]) -> dict[str, Generation]:
+        return {one.id: one.generation async for one in engine.generate(list(requests))}
+
+    return read
