@@ -52,7 +52,7 @@ docs: setup ## Build the site into site/; any warning is an error
 
 bench: $(filter .tools/%,$(UV)) ## Run benchmarks/*.py in turn, a JSON line per claim (see bench-peers)
 	@$(UV) sync --inexact --quiet
-	@set -e; for script in benchmarks/*.py; do $(BIN)/python $$script $(ARGS); done
+	@set -e; for script in $(filter-out %/claims.py,$(wildcard benchmarks/*.py)); do $(BIN)/python $$script $(ARGS); done
 
 bench-peers: $(filter .tools/%,$(UV)) ## Install the peers that benchmarks compare with, until the next setup
 	$(UV) sync --compile-bytecode --group bench

@@ -46,6 +46,7 @@ def lint_imports(root: Path, tmp_path_factory: pytest.TempPathFactory):
             "import relax.engine",
             "The six layers of relax import downwards only",
         ),
+        ("relax/components/extra.py", "from ray import serve", "Only the orchestration of relax knows Ray"),
         (
             "relax/algorithms/extra.py",
             "import relax.backends",
@@ -60,5 +61,7 @@ def test_an_import_against_the_rules_is_refused(lint_imports, module: str, line:
 
 
 def test_what_the_rules_allow_is_kept(lint_imports) -> None:
-    answer = lint_imports("relax/engine/extra.py", "import ray, transferqueue, relax.backends, relax.schema")
+    answer = lint_imports(
+        "relax/orchestration/extra.py", "import ray, transferqueue, relax.backends, relax.schema"
+    )
     assert answer.returncode == 0, answer.stdout + answer.stderr
