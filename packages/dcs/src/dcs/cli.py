@@ -11,7 +11,7 @@ import msgspec
 
 from dcs.coordinator import LEASE_SECONDS, Coordinator
 from dcs.errors import DcsError
-from dcs.process import Ready
+from dcs.process import Failed, Ready
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -36,7 +36,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return _serve(options.host, options.port, options.lease_seconds, options.parent)
     except DcsError as error:
-        print(f"dcs serve: {error}", file=sys.stderr)
+        if options.parent is None:
+            print(f"dcs serve: {error}", file=sys.stderr)
+        else:
+            print(msgspec.json.encode(Failed(error.code, str(error))).decode(), flush=True)
         return 1
 
 

@@ -76,6 +76,7 @@ class Link:
         self._acked: Acked | None = None
         self._lease_seconds = 0.0
         self._heard = time.monotonic()
+        self._rejoined = 0.0
         self._lost = False
         self._closing = False
         self._context = zmq.Context()
@@ -152,7 +153,7 @@ class Link:
                 return
             self._closing = True
             if self._member:
-                self._outbox.append(Leave(self._member, reason))
+                self._outbox.append(Leave(self._member, reason[:512]))
             os.eventfd_write(self._wake, 1)
         self._thread.join()
         self._context.term()
@@ -214,7 +215,8 @@ class Link:
         with self._lock:
             if self._member:
                 self._outbox.append(Heartbeat(self._member, self._acked))
-            elif self._join is not None:
+            elif self._join is not None and now - self._rejoined > self._lease_seconds:
+                self._rejoined = now
                 self._outbox.append(self._join)
         if not self._lost and now - self._heard > self._lease_seconds:
             self._lose(f"the coordinator at {self.address} was not heard for {now - self._heard:.1f} s")
@@ -268,6 +270,7 @@ class Link:
                 with self._lock:
                     self._member = 0
                     if message.rejoin and self._join is not None:
+                        self._rejoined = time.monotonic()
                         self._outbox.append(self._join)
                     else:
                         self._join = None

@@ -101,7 +101,7 @@ def decode(data: bytes | bytearray | memoryview, layout: Layout, root: bytes) ->
     """
     try:
         manifest = msgspec.msgpack.decode(data, type=Manifest)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise CorruptChunk(f"a manifest of {len(data)} bytes cannot be read: {error}") from error
     _, nbytes = layout.offsets()
     if manifest.tensors != entries(layout) or manifest.nbytes != nbytes:

@@ -19,6 +19,7 @@ _MAGIC = b"dcs"
 _HEADER = struct.Struct("<3sxH")
 
 Text = Annotated[str, msgspec.Meta(max_length=8192)]
+Reason = Annotated[str, msgspec.Meta(max_length=512)]
 Label = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 Version = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 Root = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
@@ -85,7 +86,7 @@ class Announce(msgspec.Struct, frozen=True, tag="announce"):
 
 class Leave(msgspec.Struct, frozen=True, tag="leave"):
     member: int
-    reason: Text
+    reason: Reason
 
 
 # Coordinator to member.
@@ -165,7 +166,7 @@ def decode_from_member(frames: list[bytes]) -> FromMember:
     body = _body(frames, "a member", "this coordinator")
     try:
         return _from_member.decode(body)
-    except (msgspec.MsgspecError, RecursionError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise ProtocolError(
             f"a member sent a message of {len(body)} bytes that cannot be read: {error}"
         ) from error
@@ -176,7 +177,7 @@ def decode_from_coordinator(frames: list[bytes]) -> FromCoordinator:
     body = _body(frames, "the coordinator", "this member")
     try:
         return _from_coordinator.decode(body)
-    except (msgspec.MsgspecError, RecursionError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise ProtocolError(f"the coordinator sent {len(body)} bytes that cannot be read: {error}") from error
 
 

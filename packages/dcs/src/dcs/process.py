@@ -12,16 +12,23 @@ from typing import Self
 import msgspec
 
 from dcs.coordinator import LEASE_SECONDS
-from dcs.errors import DcsError, Timeout
+from dcs.errors import DcsError, Timeout, from_refusal
 
 _STOP_SECONDS = 5.0
 
 
-class Ready(msgspec.Struct, frozen=True):
-    """The one line of JSON that `dcs serve` prints once it can be reached."""
+class Ready(msgspec.Struct, frozen=True, tag_field="status", tag="ready"):
+    """The line of JSON that `dcs serve` prints once it can be reached."""
 
     address: str
     pid: int
+
+
+class Failed(msgspec.Struct, frozen=True, tag_field="status", tag="failed"):
+    """The line of JSON that `dcs serve --parent` prints instead when it cannot start."""
+
+    code: str
+    error: str
 
 
 class CoordinatorProcess:
@@ -61,7 +68,8 @@ def serve(
 
     The process is its own session (Ctrl-C in a terminal does not reach it) and ends when this one does,
     however that ends. The token travels in its environment, not on its command line.
-    Raises `DcsError` with what it printed when it ends at once, and `Timeout` after `timeout` seconds.
+    Raises `DcsError` (or `Unauthorized`) saying why it could not start, and `Timeout` after `timeout`
+    seconds.
     """
     command = [sys.executable, "-m", "dcs.cli", "serve", "--host", host, "--port", str(port)]
     command += ["--lease-seconds", str(lease_seconds), "--parent", str(os.getpid())]
@@ -72,7 +80,6 @@ def serve(
         command,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
         env=environment,
         start_new_session=True,
     )
@@ -85,17 +92,19 @@ def serve(
 
 def _await_ready(process: "subprocess.Popen[bytes]", timeout: float) -> Ready:
     assert process.stdout is not None
-    assert process.stderr is not None
     readable, _, _ = select.select([process.stdout], [], [], timeout)
     if not readable:
         raise Timeout(f"the coordinator process {process.pid} did not get ready within {timeout} s")
     line = process.stdout.readline()
     if not line:
-        said = process.stderr.read().decode(errors="replace").strip()
+        status = process.wait(_STOP_SECONDS)
         raise DcsError(
-            f"the coordinator process ended with {process.wait(_STOP_SECONDS)} before it was ready: {said}"
+            f"the coordinator process ended with {status} before it was ready; its traceback is on stderr"
         )
-    return msgspec.json.decode(line, type=Ready)
+    answer = msgspec.json.decode(line, type=Ready | Failed)
+    if isinstance(answer, Failed):
+        raise from_refusal(answer.code, answer.error, {})
+    return answer
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
@@ -106,6 +115,5 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait(_STOP_SECONDS)
-    for stream in (process.stdout, process.stderr):
-        if stream is not None:
-            stream.close()
+    if process.stdout is not None:
+        process.stdout.close()

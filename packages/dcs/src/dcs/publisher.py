@@ -14,7 +14,7 @@ from dcs.errors import Closed, CoordinatorLost, DcsError, StaleVersion, from_ref
 from dcs.layout import Layout
 from dcs.link import Link, Rejoining
 from dcs.manifest import CHUNK_BYTES, MAX_CHUNK_BYTES, MIN_CHUNK_BYTES, Manifest
-from dcs.messages import Announced, Fenced, FromCoordinator, Join, Joined, Roster
+from dcs.messages import Announced, Endpoint, Fenced, FromCoordinator, Join, Joined, Roster
 from dcs.snapshots import SnapshotPair
 from dcs.staging import check
 from dcs.ticket import Ticket
@@ -37,6 +37,10 @@ class Publisher:
         supersede_after: seconds that a publish waits for a transfer of the version before last, whose buffer
             it needs.
         timeout: seconds to wait for the coordinator.
+
+    Attributes:
+        epoch: issued by the coordinator; grows when this publisher has to join again.
+        endpoint: where it serves chunks.
 
     Raises `CoordinatorLost`, `Unauthorized`, `ProtocolMismatch`, `DcsError`.
     """
@@ -84,11 +88,12 @@ class Publisher:
         self._published = -1
         self._snapshots = SnapshotPair(layout)
         self._server = ChunkServer(self._snapshots, host, port, run, self._fingerprint, token)
+        self.endpoint = Endpoint(advertise or host, self._server.port)
         try:
             self._link = Link(address, self._receive, self._coordinator_changed)
             try:
-                endpoint = self._server.endpoint(advertise or host)
-                self._link.join(Join(0, "publisher", run, f"rank-{rank}", layout, token, endpoint), timeout)
+                name = f"rank-{rank}"
+                self._link.join(Join(0, "publisher", run, name, layout, token, self.endpoint), timeout)
             except BaseException:
                 self._link.close()
                 raise

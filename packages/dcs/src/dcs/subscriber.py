@@ -12,7 +12,6 @@ import torch
 
 from dcs.errors import (
     Closed,
-    CorruptChunk,
     DcsError,
     ProtocolError,
     PublisherLost,
@@ -64,7 +63,9 @@ class Health:
         announced: the newest version that can be pulled, or None.
         staged: the newest version that is verified here and waits for `next`, or None.
         acked: the version last acknowledged here, or None.
-        error: what stands in the way: `PublisherLost`, `CoordinatorLost`, or the error that `next` raises.
+        error: what stands in the way: `CoordinatorLost`, `PublisherLost` (also when it is announced but
+            cannot
+            be reached just now), or the error that `next` raises.
     """
 
     coordinator: Literal["connected", "lost"]
@@ -157,6 +158,7 @@ class Subscriber:
         self._taken = -1
         self._silence: DcsError | None = None
         self._broken: DcsError | None = None
+        self._trouble: DcsError | None = None
         self._client: ChunkClient | None = None
         self._followers: list[Follower] = []
         self._closed = False
@@ -259,6 +261,8 @@ class Subscriber:
                 error = PublisherLost(
                     f"the publisher of run {self.run!r} stopped heartbeating; waiting for another one"
                 )
+            if error is None and self._target is not None:
+                error = self._trouble
             return Health(
                 "connected" if self._silence is None else "lost",
                 self._publisher,
@@ -389,8 +393,11 @@ class Subscriber:
                     if self._closed or self._broken is not None or self._target is None:
                         return
                     slot, target = self._begin(self._target)
+                before = 0 if slot.progress is None else slot.progress.received
                 if self._pull(slot, target):
                     backoff = 0.0
+                elif slot.progress is not None and slot.progress.received > before:
+                    backoff = _BACKOFF_SECONDS[0]
                 else:
                     backoff = min(max(_BACKOFF_SECONDS[0], 2 * backoff), _BACKOFF_SECONDS[1])
         finally:
@@ -432,21 +439,26 @@ class Subscriber:
         try:
             client = self._connect(target)
             client.pull(progress, slot.arena)
-        except (OSError, ProtocolError):
-            self._disconnect()
-            return False
         except Superseded:
             self._give_up(slot, target, None)
             return True
-        except DcsError as error:
-            if isinstance(error, CorruptChunk):
-                self._disconnect()
-            self._give_up(slot, target, error)
-            return True
+        except (OSError, DcsError) as error:
+            self._disconnect()
+            if isinstance(error, DcsError) and not isinstance(error, ProtocolError):
+                self._give_up(slot, target, error)
+                return True
+            where = f"{target.endpoint.host}:{target.endpoint.port}"
+            with self._changed:
+                self._trouble = PublisherLost(
+                    f"version {target.version} of run {self.run!r} cannot be pulled from {where} now:"
+                    f" {error!r}"
+                )
+            return False
         with self._changed:
             for other in self._slots:
                 if other is not slot and other.state is _State.READY:
                     other.state = _State.FREE
+            self._trouble = None
             slot.transfer_seconds = time.monotonic() - slot.began
             slot.state = _State.READY
             self._changed.notify_all()
@@ -457,12 +469,13 @@ class Subscriber:
         if client is not None and client.endpoint == target.endpoint:
             return client
         self._disconnect()
-        hello = Hello(self.run, self.name, self._member, self._fingerprint, self._token)
-        client = ChunkClient(target.endpoint, hello)
+        client = ChunkClient(target.endpoint)
         with self._changed:
             self._client = client
-            if self._closed:
+            if self._closed or self._broken is not None:
                 raise ConnectionAbortedError("closed while connecting")
+            hello = Hello(self.run, self.name, self._member, self._fingerprint, self._token)
+        client.greet(hello)
         return client
 
     def _disconnect(self) -> None:

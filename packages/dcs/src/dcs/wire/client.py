@@ -39,22 +39,23 @@ class Progress:
 
 
 class ChunkClient:
-    """A connection to a publisher. Connects, says hello, and raises what it is refused with, or `OSError`."""
+    """A connection to a publisher. Connects, or raises `OSError`; call `greet` before `pull`."""
 
-    def __init__(self, endpoint: Endpoint, hello: frames.Hello) -> None:
+    def __init__(self, endpoint: Endpoint) -> None:
         self.endpoint = endpoint
         self._sock = socket.create_connection((endpoint.host, endpoint.port), _CONNECT_SECONDS)
-        try:
-            frames.set_deadlines(self._sock, _STALL_SECONDS)
-            frames.send_hello(self._sock, hello)
-            answer = frames.receive_hello(self._sock, f"the publisher at {endpoint.host}:{endpoint.port}")
-            if isinstance(answer, frames.Refusal):
-                raise from_refusal(answer.code, answer.message, {})
-            if not isinstance(answer, frames.Welcome):
-                raise ProtocolError(f"the publisher at {endpoint.host}:{endpoint.port} answered with a hello")
-        except BaseException:
-            self._sock.close()
-            raise
+
+    def greet(self, hello: frames.Hello) -> None:
+        """Say hello; raises what it is refused with, `ProtocolError`, or `OSError`."""
+        frames.set_deadlines(self._sock, frames.HELLO_SECONDS)
+        frames.send_hello(self._sock, hello)
+        sender = f"the publisher at {self.endpoint.host}:{self.endpoint.port}"
+        answer = frames.receive_hello(self._sock, sender)
+        if isinstance(answer, frames.Refusal):
+            raise from_refusal(answer.code, answer.message, {})
+        if not isinstance(answer, frames.Welcome):
+            raise ProtocolError(f"{sender} answered a hello with a hello")
+        frames.set_deadlines(self._sock, _STALL_SECONDS)
 
     def pull(self, progress: Progress, arena: Arena) -> None:
         """Bring what `progress` still misses into `arena`, verified.

@@ -1,7 +1,9 @@
 """What is on the wire: the handshake, requests, replies, and exact reads and writes on a blocking socket."""
 
+import math
 import socket
 import struct
+import time
 from typing import Annotated
 
 import msgspec
@@ -10,6 +12,7 @@ from dcs.errors import ProtocolError, ProtocolMismatch
 from dcs.messages import PROTOCOL, Label, Text
 
 MAX_HELLO_BYTES = 64 << 10
+HELLO_SECONDS = 5.0
 
 MANIFEST, CHUNKS, DONE = 1, 2, 3  # operations
 OK, SUPERSEDED, REFUSED = 0, 1, 2  # statuses
@@ -21,7 +24,7 @@ REQUEST = struct.Struct("<B7xQQII")
 REPLY = struct.Struct("<B3xII")
 
 _MAGIC = b"dcsw"
-_HELLO = struct.Struct("<4sHxxI")
+HELLO = struct.Struct("<4sHxxI")
 _TIMEVAL = struct.Struct("@ll")
 
 
@@ -56,7 +59,7 @@ def set_deadlines(sock: socket.socket, seconds: float) -> None:
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
 
 
-def receive_into(sock: socket.socket, view: memoryview) -> None:
+def receive_into(sock: socket.socket, view: memoryview, deadline: float = math.inf) -> None:
     """Fill `view`. Raises `ConnectionError` at the end of the stream, `BlockingIOError` when nothing came in
     time.
     """
@@ -65,12 +68,14 @@ def receive_into(sock: socket.socket, view: memoryview) -> None:
         if count == 0:
             raise ConnectionResetError("the peer closed the connection")
         view = view[count:]
+        if view.nbytes and time.monotonic() > deadline:
+            raise BlockingIOError(f"{view.nbytes} bytes were still missing at the deadline")
 
 
-def receive(sock: socket.socket, length: int) -> bytearray:
+def receive(sock: socket.socket, length: int, deadline: float = math.inf) -> bytearray:
     """Exactly `length` bytes; raises as `receive_into`."""
     data = bytearray(length)
-    receive_into(sock, memoryview(data))
+    receive_into(sock, memoryview(data), deadline)
     return data
 
 
@@ -88,12 +93,13 @@ def send(sock: socket.socket, header: bytes, payload: memoryview | bytes = b"") 
 def send_hello(sock: socket.socket, hello: Hello | Welcome | Refusal) -> None:
     """Send one message of the handshake."""
     body = msgspec.msgpack.encode(hello)
-    send(sock, _HELLO.pack(_MAGIC, PROTOCOL, len(body)), body)
+    send(sock, HELLO.pack(_MAGIC, PROTOCOL, len(body)), body)
 
 
 def receive_hello(sock: socket.socket, sender: str) -> Hello | Welcome | Refusal:
     """One message of the handshake; raises `ProtocolMismatch`, `ProtocolError`, or as `receive_into`."""
-    magic, protocol, length = _HELLO.unpack(receive(sock, _HELLO.size))
+    deadline = time.monotonic() + HELLO_SECONDS  # for all of it: a byte now and then does not extend it
+    magic, protocol, length = HELLO.unpack(receive(sock, HELLO.size, deadline))
     if magic != _MAGIC:
         raise ProtocolError(f"{sender} opened with {magic!r}, which is no dcs hello; is the address right?")
     if protocol != PROTOCOL:
@@ -104,6 +110,6 @@ def receive_hello(sock: socket.socket, sender: str) -> Hello | Welcome | Refusal
     if length > MAX_HELLO_BYTES:
         raise ProtocolError(f"{sender} sent a hello of {length} bytes, at most {MAX_HELLO_BYTES} are allowed")
     try:
-        return msgspec.msgpack.decode(receive(sock, length), type=Hello | Welcome | Refusal)
-    except msgspec.MsgspecError as error:
+        return msgspec.msgpack.decode(receive(sock, length, deadline), type=Hello | Welcome | Refusal)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise ProtocolError(f"{sender} sent a hello that cannot be read: {error}") from error

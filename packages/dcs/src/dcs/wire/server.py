@@ -6,12 +6,10 @@ import threading
 
 from dcs.errors import DcsError, ProtocolError, ProtocolMismatch, Unauthorized
 from dcs.manifest import chunk_count
-from dcs.messages import Endpoint
 from dcs.snapshots import Snapshot, SnapshotPair, Superseded
 from dcs.wire import frames
 
 MAX_CONNECTIONS = 256
-_HELLO_SECONDS = 5.0
 _SEND_SECONDS = 30.0  # without a single byte taken by the subscriber
 
 
@@ -44,10 +42,6 @@ class ChunkServer:
         self.port: int = self._listener.getsockname()[1]
         self._thread = threading.Thread(target=self._accept, name="dcs-accept", daemon=True)
         self._thread.start()
-
-    def endpoint(self, host: str) -> Endpoint:
-        """This listener, as subscribers reach it at `host`."""
-        return Endpoint(host, self.port)
 
     def drop(self, member: int) -> None:
         """Cut the connections of a subscriber that has been evicted."""
@@ -144,7 +138,7 @@ class _Connection:
                 self._sock.close()
 
     def _welcome(self) -> bool:
-        frames.set_deadlines(self._sock, _HELLO_SECONDS)
+        frames.set_deadlines(self._sock, frames.HELLO_SECONDS)
         try:
             hello = frames.receive_hello(self._sock, "a subscriber")
             if not isinstance(hello, frames.Hello):

@@ -1,0 +1,155 @@
+"""Layouts and manifests: placement, equality, hashing, and what is refused."""
+
+import dcs
+import msgspec
+import pytest
+import torch
+from dcs import manifest as manifests
+from dcs.layout import ALIGNMENT, ITEMSIZE, Layout, TensorSpec
+from dcs.staging import Arena, check
+from hypothesis import given
+from hypothesis import strategies as st
+
+specs = st.builds(
+    TensorSpec,
+    name=st.text(st.characters(codec="utf-8"), min_size=1, max_size=12),
+    shape=st.lists(st.integers(0, 9), max_size=4).map(tuple),
+    dtype=st.sampled_from(sorted(ITEMSIZE)),
+)
+layouts = st.lists(specs, max_size=8, unique_by=lambda spec: spec.name).map(
+    lambda found: Layout(tuple(sorted(found, key=lambda spec: spec.name)))
+)
+
+
+def manifest_of(layout: Layout, arena: Arena, chunk_bytes: int = 4096) -> manifests.Manifest:
+    spans = range(0, arena.nbytes, chunk_bytes)
+    chunks = tuple(manifests.hash_chunk(arena.memory[start : start + chunk_bytes]) for start in spans)
+    root = manifests.root_hash(layout.fingerprint, chunk_bytes, chunks)
+    entries = manifests.entries(layout)
+    return manifests.Manifest("r", 1, 2, entries, arena.nbytes, chunk_bytes, chunks, root)
+
+
+@given(layouts)
+def test_tensors_are_aligned_in_order_and_do_not_overlap(layout):
+    starts, nbytes = layout.offsets()
+    end = 0
+    for start, spec in zip(starts, layout.tensors, strict=True):
+        assert start % ALIGNMENT == 0
+        assert end <= start < end + ALIGNMENT
+        end = start + spec.nbytes
+    assert end == nbytes
+
+
+@given(layouts)
+def test_a_layout_and_its_manifest_survive_encoding_within_the_limit(layout):
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(layout), type=Layout) == layout
+    manifest = manifest_of(layout, Arena(layout))
+    encoded = manifest.encode()
+    assert len(encoded) <= manifests.encoded_limit(layout, "r")
+    assert manifests.decode(encoded, layout, manifest.root) == manifest
+
+
+@given(layouts, layouts)
+def test_fingerprints_and_mismatches_agree_with_equality(left, right):
+    assert (left.fingerprint == right.fingerprint) == (left == right)
+    error = dcs.layout.mismatch(left, right, "left")
+    assert (error is None) == (left == right)
+    if error is not None:
+        assert error.got != error.expected
+        assert {error.tensor} <= {spec.name for spec in (*left.tensors, *right.tensors)}
+
+
+@given(layouts, st.data())
+def test_one_changed_byte_changes_one_chunk_hash_and_the_root(layout, data):
+    arena = Arena(layout)
+    before = manifest_of(layout, arena)
+    if arena.nbytes == 0:
+        return
+    place = data.draw(st.integers(0, arena.nbytes - 1))
+    arena.memory[place] ^= 1 << data.draw(st.integers(0, 7))
+    after = manifest_of(layout, arena)
+    differing = [
+        index
+        for index, pair in enumerate(zip(before.chunks, after.chunks, strict=True))
+        if len(set(pair)) > 1
+    ]
+    assert differing == [place // 4096]
+    assert before.root != after.root
+
+
+@given(layouts, st.data())
+def test_a_manifest_with_any_flipped_bit_is_refused_or_names_another_version(layout, data):
+    manifest = manifest_of(layout, Arena(layout))
+    encoded = bytearray(manifest.encode())
+    encoded[data.draw(st.integers(0, len(encoded) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    try:
+        decoded = manifests.decode(encoded, layout, manifest.root)
+    except dcs.CorruptChunk:
+        return
+    # Run, epoch and version are outside the root; the receiver compares them with what was announced. An
+    # integer whose encoding changed without changing its value is the same manifest.
+    same = (decoded.run, decoded.epoch, decoded.version) == (manifest.run, manifest.epoch, manifest.version)
+    assert not same or decoded == manifest
+
+
+@given(st.binary(max_size=300))
+def test_random_bytes_are_no_manifest(data):
+    layout = dcs.layout.of({"w": torch.zeros(3)})
+    with pytest.raises(dcs.CorruptChunk):
+        manifests.decode(data, layout, bytes(16))
+
+
+@given(layouts, st.sampled_from([4096, 8192, 1 << 22]), st.integers(0, 2**31))
+def test_filling_an_arena_hashes_what_it_copied(layout, chunk_bytes, seed):
+    arena = Arena(layout)
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for spec in layout.tensors:
+        raw = torch.randint(0, 2, (spec.nbytes,), dtype=torch.uint8, generator=generator)
+        tensors[spec.name] = raw.view(getattr(torch, spec.dtype)).view(spec.shape)
+    chunks = arena.fill(tensors, chunk_bytes)
+    assert chunks == manifest_of(layout, arena, chunk_bytes).chunks
+    for name, tensor in tensors.items():
+        assert torch.equal(arena.tensors[name], tensor)
+
+
+def test_a_layout_is_the_same_from_a_module_a_state_dict_and_pairs_in_any_order():
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+    layout = dcs.layout.of(model)
+    assert layout == dcs.layout.of(model.state_dict())
+    assert layout == dcs.layout.of(reversed(list(model.state_dict().items())))
+    assert layout == dcs.layout.of(model.to("meta"))
+    assert TensorSpec("1.num_batches_tracked", (), "int64") in layout.tensors
+
+
+def test_what_cannot_be_carried_is_named():
+    for tensor in (
+        torch.eye(3).to_sparse(),
+        torch.empty(2, dtype=torch.bits8),
+    ):
+        with pytest.raises(dcs.LayoutMismatch, match="'w'") as caught:
+            dcs.layout.of({"w": tensor})
+        assert caught.value.tensor == "w"
+    with pytest.raises(dcs.LayoutMismatch, match="twice"):
+        dcs.layout.of([("w", torch.ones(1)), ("w", torch.ones(1))])
+
+
+@pytest.mark.parametrize(
+    ("change", "tensor", "got", "expected"),
+    [
+        ({"b": torch.ones(4)}, "b", "float32[4]", "float32[3]"),
+        ({"b": torch.ones(3, dtype=torch.float64)}, "b", "float64[3]", "float32[3]"),
+        ({"b": None}, "b", "absent", "float32[3]"),
+        ({"c": torch.ones(1, 2)}, "c", "float32[1, 2]", "absent"),
+    ],
+)
+def test_tensors_that_do_not_fit_the_layout_are_named(change, tensor, got, expected):
+    layout = dcs.layout.of({"a": torch.ones(2), "b": torch.ones(3)})
+    tensors = {"a": torch.ones(2), "b": torch.ones(3)} | change
+    tensors = {name: value for name, value in tensors.items() if value is not None}
+    with pytest.raises(dcs.LayoutMismatch) as caught:
+        check(tensors, layout)
+    assert (caught.value.tensor, caught.value.got, caught.value.expected) == (tensor, got, expected)
+    error = dcs.layout.mismatch(dcs.layout.of(tensors), layout, "these")
+    assert error is not None
+    assert (error.tensor, error.got, error.expected) == (tensor, got, expected)
