@@ -67,16 +67,21 @@ TASK_REFERENCE = "reference"
 TASK_ACTOR = "actor"
 
 
-def tasks(*, reference: bool) -> dict[str, list[str]]:
-    """The consumer tasks of the training partition and the fields each needs before it may take a sample.
+def tasks(*, reference: bool, media: bool) -> dict[str, list[str]]:
+    """The consumer tasks of the training partition, and the fields each needs before it may take a sample and
+    then reads.
 
-    Media gates nothing: it comes with the same put as the tokens.
+    Args:
+        reference: a Reference role scores the samples.
+        media: the model sees pictures: every put writes the media fields, None for a sample without.
     """
-    found = {
-        TASK_ADVANTAGES: ["reward", "loss_mask"],
-        TASK_ACTOR: ["tokens", "loss_mask", "rollout_logprobs", "advantages"],
-    }
+    pictures = list(MEDIA_FIELDS) if media else []
+    actor = [
+        *("tokens", "prompt_length", "loss_mask", "rollout_logprobs", "policy_versions", "advantages"),
+        *("ordinal", "member", "reward", "reward_parts", "truncated", "turns"),
+    ]
+    found = {TASK_ADVANTAGES: ["reward", "loss_mask"]}
     if reference:
-        found[TASK_REFERENCE] = ["tokens", "prompt_length"]
-        found[TASK_ACTOR].append("reference_logprobs")
-    return found
+        found[TASK_REFERENCE] = ["tokens", "prompt_length", "loss_mask", "member", *pictures]
+        actor.append("reference_logprobs")
+    return {**found, TASK_ACTOR: actor + pictures}

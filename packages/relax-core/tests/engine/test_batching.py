@@ -31,6 +31,9 @@ class Recorder:
 
     async def abort(self, request_id: str) -> None: ...
 
+    def weights(self) -> Mapping[str, Any]:
+        return {}
+
     async def begin_update(self, version: int, tensors: Mapping[str, Any]) -> None: ...
 
     async def commit_update(self, version: int) -> UpdateReport:

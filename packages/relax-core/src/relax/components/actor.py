@@ -107,7 +107,9 @@ class Actor:
 
     async def run(self) -> None:
         """Train to the last step; closes the partition, which ends the other roles."""
-        self._bus = await Bus.connect(self._context.bus, reference=self._config.reference)
+        self._bus = await Bus.connect(
+            self._context.bus, reference=self._config.reference, media=self._context.media
+        )
         feed = self._feed()
         saved = self._context.first_step
         try:
@@ -169,7 +171,14 @@ class Actor:
         begun = time.perf_counter()
         await self._in_thread(self._publish)
         clocks.publish = time.perf_counter() - begun
-        self._record.write(step=step, ordinals=[group.ordinal for group in groups])
+        self._record.write(
+            step=step,
+            ordinals=[group.ordinal for group in groups],
+            oldest_versions=[
+                min(int(versions[:, 0].min()) for versions in group.batch["policy_versions"])
+                for group in groups
+            ],
+        )
         self._journal.write(step=step, segment=self._context.segment, done=True)
         self._trained.add(group.ordinal for group in groups)
         metrics = step_metrics(step, groups, totals, stats, clocks)

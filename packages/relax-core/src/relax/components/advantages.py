@@ -22,7 +22,7 @@ class Advantages:
     async def run(self) -> None:
         """Until the partition is closed and drained."""
         config = self._context.config
-        bus = await Bus.connect(self._context.bus, reference=config.reference)
+        bus = await Bus.connect(self._context.bus, reference=config.reference, media=self._context.media)
         try:
             while True:
                 try:

@@ -25,6 +25,7 @@ class RunContext:
         checkpoint: folder of the checkpoint to start from.
         source: state of the prompt source to start from.
         replay: folder of a recorded schedule to follow.
+        media: the model sees pictures, so every sample has media fields.
         segment: how often the run was started before; names the files of this start.
     """
 
@@ -38,6 +39,7 @@ class RunContext:
     source: Mapping[str, Any] | None = None
     replay: Path | None = None
     segment: int = 0
+    media: bool = False
 
     @property
     def run(self) -> str:

@@ -29,12 +29,12 @@ class EngineHost:
             max_running=config.rollout.max_running,
             capacity_tokens=config.model.context_length,
             log=self._log,
-            replay=replay,
+            replay=replay or (),
         )
 
     async def run(self) -> None:
         """Commit every version that is published. Ends only by being cancelled, or by a fault."""
-        layout = dcs.layout.of(dict(self.engine.named_weights()))
+        layout = dcs.layout.of(self.engine.weights())
         await follow(self.engine, self._context.weights, self._context.run, self.name, layout, self._flush)
 
     def _flush(self) -> None:

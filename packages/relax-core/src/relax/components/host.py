@@ -25,10 +25,14 @@ class RoleHost:
         self._loop: Any = None
         self._task: asyncio.Task[None] | None = None
         self._stopping = False
+        self._built = asyncio.Event()
 
     async def build(self) -> None:
         """Load what the role needs; heavy, in a thread so that the process still answers."""
-        self._loop = await asyncio.to_thread(self._assemble)
+        try:
+            self._loop = await asyncio.to_thread(self._assemble)
+        finally:
+            self._built.set()
 
     def _assemble(self) -> Any:
         match self.role.partition("-")[0]:
@@ -63,9 +67,11 @@ class RoleHost:
             if close is not None:
                 await close()
 
-    @property
-    def engine(self) -> PooledEngine:
-        """The engine of an engine host."""
+    async def engine(self) -> PooledEngine:
+        """The engine of an engine host, once it is built."""
+        await self._built.wait()
+        if self._loop is None:
+            raise RuntimeError(f"{self.role} could not be built")
         return self._loop.engine
 
     def stop(self) -> None:

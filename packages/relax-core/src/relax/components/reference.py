@@ -26,7 +26,7 @@ class Reference:
     async def run(self) -> None:
         """Until the partition is closed and drained."""
         backend: TrainBackend | None = None
-        bus = await Bus.connect(self._context.bus, reference=True)
+        bus = await Bus.connect(self._context.bus, reference=True, media=self._context.media)
         size = self._context.config.rollout.samples_per_prompt
         try:
             while True:

@@ -85,7 +85,9 @@ class Rollout:
 
     async def run(self) -> None:
         """Until every step has its groups on the bus."""
-        self._bus = await Bus.connect(self._context.bus, reference=self._context.config.reference)
+        self._bus = await Bus.connect(
+            self._context.bus, reference=self._context.config.reference, media=self._context.media
+        )
         if self._context.source is not None:
             self._source.load_state(self._context.source)
         self._pool.start()

@@ -45,21 +45,24 @@ class Sample:
 class Bus:
     """One role's connection to the training partition."""
 
-    def __init__(self, queue: "tq.AsyncClient", partition: "tq.AsyncPartition") -> None:
+    def __init__(self, queue: "tq.AsyncClient", partition: "tq.AsyncPartition", media: bool) -> None:
         self._queue = queue
+        self._media = media
         self.partition = partition
 
     @classmethod
-    async def connect(cls, endpoint: Endpoint, *, reference: bool) -> "Bus":
+    async def connect(cls, endpoint: Endpoint, *, reference: bool, media: bool) -> "Bus":
         """Open the training partition, creating it if this role is the first."""
         queue = await tq.connect_async(endpoint.address, token=endpoint.token)
-        partition = await queue.partition(schema.PARTITION, tasks=schema.tasks(reference=reference))
-        return cls(queue, partition)
+        partition = await queue.partition(
+            schema.PARTITION, tasks=schema.tasks(reference=reference, media=media)
+        )
+        return cls(queue, partition, media)
 
     async def put_group(self, samples: Sequence[Sample], step: int) -> np.ndarray:
         """Put one whole group, to be trained by `step`. Returns the ids the bus gave, in order."""
         group = samples[0].group
-        fields, shared = columns(samples)
+        fields, shared = columns(samples, media=self._media)
         return await self.partition.put(
             fields,
             groups=[group] * len(samples),
@@ -70,7 +73,7 @@ class Bus:
 
     async def groups(
         self, task: str, size: int, *, up_to_step: int | None = None, timeout: float = 60.0
-    ) -> "tq.Batch":
+    ) -> "tq.AsyncBatch":
         """The next whole group of `size` samples of a task, lowest step first."""
         return await self.partition.fetch(
             task, size, sampler=tq.samplers.Groups(size), max_priority=up_to_step, timeout=timeout
@@ -79,13 +82,13 @@ class Bus:
     async def depth(self) -> int:
         """Samples put and not yet through every task."""
         stats = await self._queue.stats()
-        return stats.partitions[schema.PARTITION].depth
+        return int(stats["partitions"][schema.PARTITION]["samples"])
 
     async def close(self) -> None:
         await self._queue.close()
 
 
-def columns(samples: Sequence[Sample]) -> tuple[dict[str, Any], dict[str, Any]]:
+def columns(samples: Sequence[Sample], *, media: bool) -> tuple[dict[str, Any], dict[str, Any]]:
     """The fields of samples as columns, and the media columns that all of them share."""
     fields: dict[str, Any] = {
         "prompt_key": [s.prompt_key for s in samples],
@@ -103,17 +106,19 @@ def columns(samples: Sequence[Sample]) -> tuple[dict[str, Any], dict[str, Any]]:
         "turns": np.array([s.turns for s in samples], np.int32),
     }
     shared: dict[str, Any] = {}
-    kinds = sorted({key for s in samples for item in s.media for key in item if key != "kind"})
+    if not media:
+        return fields, shared
     first = samples[0].media
     same = all(
         len(s.media) == len(first) and all(a is b for a, b in zip(s.media, first, strict=True))
         for s in samples
     )
-    for key in kinds:
-        if same:
-            shared[schema.MEDIA_PREFIX + key] = ([_joined(first, key)], np.zeros(len(samples), np.int64))
+    for name in schema.MEDIA_FIELDS:
+        key = name.removeprefix(schema.MEDIA_PREFIX)
+        if same and first:
+            shared[name] = ([_joined(first, key)], np.zeros(len(samples), np.int64))
         else:
-            fields[schema.MEDIA_PREFIX + key] = [_joined(s.media, key) if s.media else None for s in samples]
+            fields[name] = [_joined(s.media, key) if s.media else None for s in samples]
     return fields, shared
 
 
@@ -121,7 +126,7 @@ def media_of(batch: Any, row: int) -> list[dict[str, Any]]:
     """The media of a row as one item, every tensor joined over the row's images in order; empty for none."""
     item = {
         name.removeprefix(schema.MEDIA_PREFIX): batch[name][row]
-        for name in batch
+        for name in batch.fields
         if name.startswith(schema.MEDIA_PREFIX)
     }
     item = {key: value for key, value in item.items() if value is not None}

@@ -19,10 +19,10 @@ class Group:
 
     ordinal: int
     step: int
-    batch: "tq.Batch"
+    batch: "tq.AsyncBatch"
 
     @classmethod
-    def of(cls, batch: "tq.Batch") -> "Group":
+    def of(cls, batch: "tq.AsyncBatch") -> "Group":
         return cls(int(batch["ordinal"][0]), int(batch.priorities[0]), batch)
 
 
@@ -65,7 +65,7 @@ async def chunked(groups: AsyncIterator[Group], size: int) -> AsyncIterator[list
         yield chunk
 
 
-def pack(batches: Sequence["tq.Batch"]) -> Packed:
+def pack(batches: Sequence["tq.AsyncBatch"]) -> Packed:
     """Leased samples as one micro-batch, rows in the order given, members by their number.
 
     Every response-aligned field that is there comes along.

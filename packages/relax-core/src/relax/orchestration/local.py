@@ -22,7 +22,7 @@ class LocalLauncher:
         workers = [worker for role in self._plan.roles for worker in role.workers]
         engines = [worker for worker in workers if worker.startswith("engine-")]
         for name in (*engines, *(worker for worker in workers if worker not in engines)):
-            pool = {n: self._hosts[n].engine for n in engines} if name == "rollout" else None
+            pool = {n: await self._hosts[n].engine() for n in engines} if name == "rollout" else None
             host = RoleHost(name, self._context, pool)
             self._hosts[name] = host
             await host.build()

@@ -95,3 +95,8 @@ def _from_hub(config: RunConfig) -> Path:
             f"for a local "
             "model give the path of its folder"
         ) from error
+
+
+def sees_pictures(folder: Path) -> bool:
+    """Whether the model has a vision tower."""
+    return "vision_config" in json.loads((folder / "config.json").read_text())

@@ -50,4 +50,4 @@ def services(config: RunConfig) -> Iterator[Services]:
             raise ConfigError(
                 f"weights.port = {config.weights.port}: the weight coordinator did not start: {error}"
             ) from error
-        yield Services(Endpoint(str(queue), token), Endpoint(str(weights), token))
+        yield Services(Endpoint(queue.address, token), Endpoint(weights.address, token))

@@ -17,7 +17,7 @@ from relax.ops.reports import Report
 from relax.ops.sinks import JsonLines, Sink, TensorBoard
 from relax.orchestration.accounting import Accounting, settle
 from relax.orchestration.launcher import Launcher, Poll, RoleFailed
-from relax.orchestration.model_folder import model_folder
+from relax.orchestration.model_folder import model_folder, sees_pictures
 from relax.orchestration.plan import Plan, check_cpus, plan
 from relax.orchestration.preflight import preflight
 from relax.orchestration.run_folder import RunFolder, begin_segment
@@ -112,7 +112,9 @@ def prepare(config: RunConfig, folder: RunFolder, *, resume: bool, replay: Path 
     check_cpus(plan(config), config)
     model = model_folder(config, folder.model)
     nowhere = Endpoint("")
-    context = RunContext(config, folder.path, model, nowhere, nowhere, replay=replay)
+    context = RunContext(
+        config, folder.path, model, nowhere, nowhere, replay=replay, media=sees_pictures(model)
+    )
     preflight(config, context)
     newest = Checkpoints(folder.path, config.checkpoint.keep).newest() if resume else None
     if newest is not None:

@@ -48,7 +48,7 @@ class RoleWorker:
 
     async def _generate(self, requests: Sequence[GenerationRequest]) -> None:
         try:
-            async for finished in self._host.engine.generate(requests):
+            async for finished in (await self._host.engine()).generate(requests):
                 self._finished.append(finished)
                 self._arrived.set()
         except Exception as error:  # noqa: BLE001 - handed to the caller, who raises it
@@ -67,13 +67,13 @@ class RoleWorker:
         return finished
 
     async def abort(self, request_id: str) -> None:
-        await self._host.engine.abort(request_id)
+        await (await self._host.engine()).abort(request_id)
 
     async def wait_version(self, version: int, timeout: float) -> int:
-        return await self._host.engine.wait_version(version, timeout)
+        return await (await self._host.engine()).wait_version(version, timeout)
 
     async def health(self) -> Health:
-        return await self._host.engine.health()
+        return await (await self._host.engine()).health()
 
 
 class RemoteEngine:
@@ -124,6 +124,9 @@ class RemoteEngine:
 
     async def abort(self, request_id: str) -> None:
         await self._handle.abort.remote(request_id)
+
+    def weights(self) -> Mapping[str, Any]:
+        raise TypeError("a remote engine follows the published weights in its own process")
 
     async def begin_update(self, version: int, tensors: Mapping[str, Any]) -> None:
         raise TypeError("a remote engine follows the published weights in its own process")
