@@ -19,10 +19,9 @@ class ChatTokenizer:
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
-        self._special_ids = frozenset(tokenizer.all_special_ids)
-        self.encode(
-            ""
-        )  # a fast tokenizer sets its padding state on the first call; afterwards calls only read
+        self._special_ids = frozenset(tokenizer.all_special_ids) | frozenset(tokenizer.added_tokens_decoder)
+        # A fast tokenizer sets its padding state on the first call; afterwards calls only read.
+        self.encode("")
 
     def encode(self, text: str) -> np.ndarray:
         """int32 ids of text as it stands: nothing is added, special tokens written in it are recognised."""
@@ -91,9 +90,8 @@ class ChatTokenizer:
         whole = self.render([*history, *new_messages], add_generation_prompt=True, **render_kwargs)
         if not whole.startswith(prompt):
             raise TemplateRewritesHistory(
-                "the template renders the prompt of the last assistant turn differently once later "
-                "messages exist: "
-                f"{_divergence(prompt, whole)}. Use a template that keeps earlier turns as they were"
+                "the template renders the prompt of the last assistant turn differently once later messages "
+                f"exist: {_divergence(prompt, whole)}. Use a template that keeps earlier turns as they were"
             )
         # The assistant's words are replaced by a mark, so that what follows them is found whatever they were.
         mark = "\ue000assistant\ue001"

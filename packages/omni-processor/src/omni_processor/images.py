@@ -12,6 +12,7 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 from PIL import ExifTags, Image, ImageFile, UnidentifiedImageError
@@ -117,9 +118,8 @@ def decode(resolved: ResolvedImage, header: ImageHeader, item: str = "image") ->
     """
     if ImageFile.LOAD_TRUNCATED_IMAGES:
         raise ConfigError(
-            "PIL.ImageFile.LOAD_TRUNCATED_IMAGES is True, so cut-off images would pass as partly grey "
-            "ones: set it "
-            "back to False in this process"
+            "PIL.ImageFile.LOAD_TRUNCATED_IMAGES is True, so cut-off images would pass as partly grey ones: "
+            "set it back to False in this process"
         )
     label = resolved.label
     with decoder_errors(item, label):
@@ -154,15 +154,20 @@ def _open(resolved: EncodedImage, item: str) -> Image.Image:
             "this is an HTML page, not an image (a failed download?)", item=item, source=resolved.label
         )
     try:
-        return Image.open(io.BytesIO(data), formats=FORMATS)
+        return Image.open(io.BytesIO(data), formats=_available_formats())
     except UnidentifiedImageError as error:
         raise Undecodable(
-            f"not an image in a format read here ({', '.join(FORMATS)}), or its header is damaged; it "
-            "starts with "
-            f"{data[:8]!r}",
+            f"not an image in a format read here ({', '.join(FORMATS)}), or its header is damaged; "
+            f"it starts with {data[:8]!r}",
             item=item,
             source=resolved.label,
         ) from error
+
+
+@cache
+def _available_formats() -> tuple[str, ...]:
+    Image.init()  # Pillow can be built without some of them
+    return tuple(name for name in FORMATS if name in Image.OPEN)
 
 
 def _check_pixels(image: Image.Image, limits: Limits, item: str, label: str) -> None:

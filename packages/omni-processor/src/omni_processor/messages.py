@@ -21,16 +21,23 @@ _SOURCE_KEYS = ("image", "image_url", "url", "path", "bytes")
 
 
 class ImageColumn:
-    """The ``images=`` argument, taken one by one as the text asks for them."""
+    """The ``images=`` argument, taken one by one as the text asks for them.
 
-    def __init__(self, images: Sequence[Any] | None) -> None:
+    With ``required=False`` image parts may lack a source: only the text is wanted.
+    """
+
+    def __init__(self, images: Sequence[Any] | None, *, required: bool = True) -> None:
         if images is not None and (isinstance(images, str | bytes) or not isinstance(images, Sequence)):
             raise MessageError(
                 f"images must be a list of sources, not {type(images).__name__}: wrap a single one in [ ]"
             )
         self.given = images is not None
+        self.required = required
         self._images = list(images or ())
         self._asked = 0
+
+    def __len__(self) -> int:
+        return len(self._images)
 
     def take(self) -> Any:
         self._asked += 1
@@ -40,9 +47,8 @@ class ImageColumn:
         """Raises: SpanMismatch, unless exactly all were asked for."""
         if self._asked != len(self._images):
             raise SpanMismatch(
-                f"the text asks for {self._asked} images ({IMAGE_MARK} marks and image parts without a "
-                "source), but "
-                f"images= holds {len(self._images)}: they must be as many",
+                f"the text asks for {self._asked} images ({IMAGE_MARK} marks and parts without a source), "
+                f"but images= holds {len(self._images)}: they must be as many",
                 item=f"image {min(self._asked, len(self._images))}",
             )
 
@@ -141,7 +147,7 @@ def _content(
         source = part.get("source")
         if source is None:
             source = column.take()
-            if source is None and not column.given:
+            if source is None and column.required and not column.given:
                 raise MessageError(
                     f"an image part of message {index} has no source: give it one of "
                     f"{', '.join(_SOURCE_KEYS)}, or pass images=[...]"

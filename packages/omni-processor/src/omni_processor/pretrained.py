@@ -61,9 +61,8 @@ def _from_hub(name: str, revision: str | None) -> Path:
         return Path(snapshot_download(name, revision=revision, allow_patterns=_SMALL_FILES))
     except (OSError, ValueError) as error:  # its HTTP errors are OSErrors, its cache and name errors either
         raise ConfigError(
-            f"there is no folder {name} here, and as a hub id it cannot be fetched: {error} (check the "
-            "name, or "
-            "download the model and pass its folder)"
+            f"there is no folder {name} here, and as a hub id it cannot be fetched: {error} "
+            "(check the name, or download the model and pass its folder)"
         ) from error
 
 

@@ -19,6 +19,8 @@ from omni_processor.pretrained import read_model
 from omni_processor.sample import Budget, ItemPlan, Limits, MediaItem, Sample, Span
 from omni_processor.sources import ResolvedImage, content_digest, resolve
 
+_NO_IMAGES = "this model reads text only: use a vision model, or leave the images out"
+
 
 class OmniProcessor:
     """Turns conversations with media into token ids and numpy tensors for one model. Thread-safe.
@@ -78,9 +80,8 @@ class OmniProcessor:
         if family is None:
             if not files.config:
                 raise ConfigError(
-                    f"{files.folder} has no config.json, so the model's family is unknown: pass "
-                    "family='text' (or one "
-                    f"of {', '.join(sorted(families.FAMILIES))})"
+                    f"{files.folder} has no config.json, so the model's family is unknown: "
+                    f"pass family= one of {', '.join(sorted(families.FAMILIES))}"
                 )
             family = families.family_of(files.config)
         return cls(
@@ -132,6 +133,8 @@ class OmniProcessor:
             MediaError: one item cannot be used; the kinds are in `omni_processor.errors`.
         """
         column = ImageColumn(images)
+        if len(column) and "image" not in self._modalities:
+            raise UnsupportedModality(_NO_IMAGES, item="image 0")
         if isinstance(messages, str):
             text, sources = messages, []
             if column.given and IMAGE_MARK in messages:
@@ -175,9 +178,10 @@ class OmniProcessor:
         """
         if not new_messages:
             raise MessageError("there is no new message to append")
-        unused = ImageColumn(None)
-        history = None if messages is None else prepare_messages(messages, unused, self._modalities)[0]
-        added, sources = prepare_messages(new_messages, unused, self._modalities)
+        history = None
+        if messages is not None:
+            history, _ = prepare_messages(messages, ImageColumn(None, required=False), self._modalities)
+        added, sources = prepare_messages(new_messages, ImageColumn(None), self._modalities)
         text = self._chat.suffix_text(history, added, tools=tools, **template_kwargs)
         return self._sample(self._chat.drop_sampled_end(self._chat.encode(text), sampled), sources)
 
@@ -243,7 +247,7 @@ class OmniProcessor:
 
     def _plan(self, source: Any, label: str) -> tuple[ResolvedImage, ItemPlan, Any]:
         if "image" not in self._modalities:
-            raise UnsupportedModality("this model reads text only: use a vision model", item=label)
+            raise UnsupportedModality(_NO_IMAGES, item=label)
         resolved = resolve(source, self.limits, label)
         header = read_header(resolved, self.limits, label)
         return resolved, self.family.plan(header, self.budget), header
@@ -254,8 +258,7 @@ class OmniProcessor:
         allowed = self.budget.max_sample_tokens
         if allowed is not None and sum(costs) > allowed:
             raise BudgetExceeded(
-                f"the sample's media cost {sum(costs)} tokens ({', '.join(map(str, costs))}), its budget "
-                f"is {allowed}: "
+                f"the media cost {sum(costs)} tokens ({', '.join(map(str, costs))}), allowed are {allowed}: "
                 "use fewer or smaller images, or Budget(max_item_tokens=...)",
                 item=f"{len(costs)} images",
             )
@@ -267,7 +270,7 @@ class OmniProcessor:
                 return self.family.tensorize(decode(resolved, header, label), plan)
 
             with decoder_errors(label, resolved.label):
-                key = content_digest(resolved)
+                key = content_digest(resolved, header.orientation)
             media.append(self._cache.get_or_make(key, make))
         return media
 

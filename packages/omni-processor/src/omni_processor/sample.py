@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
+
+from omni_processor.errors import ConfigError
 
 MediaItem = dict[str, Any]
 """One item as plain data: ``"kind"`` (``"image"``) and its named numpy arrays, exactly what the model is fed.
@@ -54,13 +56,15 @@ class Budget:
     Attributes:
         min_item_tokens: an image is enlarged to at least this many tokens; None = the model's own minimum.
         max_item_tokens: an image is shrunk to at most this many tokens; None = the model's own maximum.
-        max_sample_tokens: all media items of a sample together; above it `BudgetExceeded` is raised. None =
-            no limit.
+        max_sample_tokens: all media items of a sample together, else `BudgetExceeded`; None = no limit.
     """
 
     min_item_tokens: int | None = None
     max_item_tokens: int | None = None
     max_sample_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_positive(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +78,16 @@ class Limits:
 
     max_bytes: int = 64 * 2**20
     max_pixels: int = 64_000_000
+
+    def __post_init__(self) -> None:
+        _check_positive(self)
+
+
+def _check_positive(limits: Budget | Limits) -> None:
+    for field in fields(limits):
+        value = getattr(limits, field.name)
+        if value is not None and value < 1:
+            raise ConfigError(f"{field.name} is {value}; at least 1 was expected")
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,23 +71,20 @@ def resolve(source: Any, limits: Limits, item: str = "image") -> ResolvedImage:
     if type(source).__module__.partition(".")[0] == "torch":
         return _from_tensor(source, limits, item)
     raise SourceNotAllowed(
-        f"cannot read an image from {type(source).__name__}: pass a path, file:// or data URL, bytes, PIL "
-        "image, "
-        'numpy HWC, torch CHW or {"bytes": ..., "path": ...}',
+        f"cannot read an image from {type(source).__name__}: pass a path, file:// or data URL, bytes, "
+        'PIL image, numpy HWC, torch CHW or {"bytes": ..., "path": ...}',
         item=item,
     )
 
 
-def content_digest(resolved: ResolvedImage) -> bytes:
-    """A 16-byte hash of what the source holds, equal for equal content."""
+def content_digest(resolved: ResolvedImage, orientation: int) -> bytes:
+    """A 16-byte hash of what the source holds, equal for equal content turned alike."""
     hasher = hashlib.blake2b(digest_size=16)
     if isinstance(resolved, EncodedImage):
         hasher.update(resolved.data)
         return hasher.digest()
     image = resolved.image
-    hasher.update(
-        f"{image.mode} {image.size} {image.getexif().get(0x0112)} {image.info.get('transparency')}".encode()
-    )
+    hasher.update(f"{image.mode} {image.size} {orientation} {image.info.get('transparency')}".encode())
     if image.mode in ("P", "PA") and image.palette is not None:
         hasher.update(image.palette.tobytes())
     hasher.update(image.tobytes())
@@ -180,13 +177,16 @@ def _from_path(path: str | bytes, limits: Limits, item: str) -> EncodedImage:
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise Undecodable(f"the file cannot be opened: {reason}", item=item, source=label) from error
-    with os.fdopen(descriptor, "rb") as file:
+    try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
             kind = "a folder" if stat.S_ISDIR(status.st_mode) else "a device, pipe or socket"
             raise SourceNotAllowed(f"this is {kind}, not an image file", item=item, source=label)
         _check_bytes(status.st_size, label, limits, item)
-        data = file.read(limits.max_bytes + 1)
+        with open(descriptor, "rb", closefd=False) as file:
+            data = file.read(limits.max_bytes + 1)
+    finally:
+        os.close(descriptor)
     return _encoded(data, label, limits, item)
 
 
@@ -206,9 +206,8 @@ def _from_tensor(tensor: Any, limits: Limits, item: str) -> PixelImage:
     label = f"torch {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
     if tensor.ndim not in (2, 3) or (tensor.ndim == 3 and tensor.shape[0] > 4):
         raise Undecodable(
-            "a torch image is [channels, height, width] with 1 to 4 channels (or [height, width]); "
-            "permute(2, 0, 1) "
-            "turns height, width, channels into it",
+            "a torch image is [channels, height, width] with 1 to 4 channels (or [height, width]): "
+            "permute(2, 0, 1) turns height, width, channels into it",
             item=item,
             source=label,
         )
@@ -230,9 +229,8 @@ def _from_array(array: np.ndarray, label: str, limits: Limits, item: str) -> Pix
         raise Empty("the array has no pixels", item=item, source=label)
     if array.shape[0] * array.shape[1] > limits.max_pixels:
         raise TooLarge(
-            f"{array.shape[1]} x {array.shape[0]} pixels, the limit is {limits.max_pixels}: shrink it or "
-            "raise "
-            "Limits(max_pixels=...)",
+            f"{array.shape[1]} x {array.shape[0]} pixels, the limit is {limits.max_pixels}: "
+            "shrink it or raise Limits(max_pixels=...)",
             item=item,
             source=label,
         )
@@ -243,8 +241,7 @@ def _from_array(array: np.ndarray, label: str, limits: Limits, item: str) -> Pix
 
 
 def to_eight_bit(array: np.ndarray, item: str, label: str) -> np.ndarray:
-    """uint8 from any sample type whose range is known: bool, 8 and 16 bit, floats in 0..1, integers in
-    0..255.
+    """uint8 from any pixel type of known range: bool, 8 and 16 bit, floats in 0..1, integers in 0..255.
 
     Raises:
         Undecodable: floats or wide integers whose values show another range.

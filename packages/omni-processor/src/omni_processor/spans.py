@@ -1,5 +1,4 @@
-"""Placeholder tokens against media items: where each item sits, and the long and the short form of a
-sequence.
+"""Placeholder tokens against media items: where each item sits, and a sequence's long and short form.
 
 In the long (expanded) form an image of n tokens is n placeholders, which is what the model sees; in the short
 (collapsed) form it is one, which is what text-level tools see. Every mismatch is an error that names the
@@ -32,16 +31,14 @@ def match_spans(
             if index == len(media):
                 raise SpanMismatch(
                     f"{side} hold {end - start} {kind} placeholders at [{start}:{end}] beyond the "
-                    f"{len(media)} media items: "
-                    "text must not contain them and a sampler must never emit reserved_ids",
+                    f"{len(media)} media items: neither text nor a sampler may write them (see reserved_ids)",
                     item=f"{kind} {index}",
                 )
             name, need = _describe(media, index, family)
             if media[index]["kind"] != kind or need > end - start:
                 raise SpanMismatch(
                     f"it takes {need} {media[index]['kind']} tokens, but {side} hold {end - start} {kind} "
-                    "placeholders at "
-                    f"[{start}:{end}]",
+                    f"placeholders at [{start}:{end}]",
                     item=name,
                 )
             spans.append(Span(kind, start, start + need, index))

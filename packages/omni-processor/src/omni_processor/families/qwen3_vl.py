@@ -223,8 +223,8 @@ def _pixel_rules(preprocessor: Mapping[str, Any], vision: Mapping[str, Any]) -> 
     for step in ("do_resize", "do_rescale", "do_normalize"):
         if preprocessor.get(step) is False:
             raise ConfigError(
-                f"{step} is false in the preprocessor config; qwen3_vl images need all of resize, rescale, "
-                "normalize"
+                f"{step} is false in the preprocessor config; qwen3_vl images are resized, rescaled and "
+                "normalised"
             )
     sides = {}
     for name, vision_name in (
