@@ -2,10 +2,11 @@
 
 from collections.abc import Mapping
 
+import numpy as np
 import torch
 
 from dcs.errors import LayoutMismatch
-from dcs.layout import Layout, spec_of
+from dcs.layout import ALIGNMENT, Layout, spec_of
 from dcs.manifest import chunk_count, hash_chunk
 
 
@@ -21,8 +22,12 @@ class Arena:
         self.layout = layout
         starts, self.nbytes = layout.offsets()
         # Zeroed, as the gaps between tensors are hashed and sent too: equal weights must have equal hashes.
-        self._flat = torch.zeros(self.nbytes, dtype=torch.uint8)
-        self.memory = memoryview(self._flat.numpy()).cast("B")
+        # numpy takes zeroed pages from the kernel where torch writes them: what is not filled costs nothing.
+        raw = np.zeros(self.nbytes + ALIGNMENT, dtype=np.uint8)
+        start = -raw.ctypes.data % ALIGNMENT
+        flat = raw[start : start + self.nbytes]
+        self.memory = memoryview(flat)
+        self._flat = torch.from_numpy(flat)
         self.tensors: dict[str, torch.Tensor] = {}
         self._ends: list[int] = []
         for spec, start in zip(layout.tensors, starts, strict=True):

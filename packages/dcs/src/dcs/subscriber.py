@@ -63,8 +63,7 @@ class Health:
         announced: the newest version that can be pulled, or None.
         staged: the newest version that is verified here and waits for `next`, or None.
         acked: the version last acknowledged here, or None.
-        error: what stands in the way: `CoordinatorLost`, `PublisherLost` (also when it is announced but
-            cannot
+        error: what stands in the way: `CoordinatorLost`, `PublisherLost` (also when it only cannot
             be reached just now), or the error that `next` raises.
     """
 
@@ -144,8 +143,6 @@ class Subscriber:
         self.layout = layout
         self._token = token
         self._fingerprint = layout.fingerprint
-        # Zeroed memory is not touched before it is filled, so the second slot costs nothing until it is
-        # needed.
         self._slots = (_Slot(Arena(layout)), _Slot(Arena(layout)))
         self._changed = threading.Condition()
         self._member = 0
