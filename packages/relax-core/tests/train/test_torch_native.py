@@ -110,6 +110,26 @@ def test_the_learning_rate_follows_the_schedule_and_clipping_bounds_the_gradient
     assert 0 < moved < 3.0 * 1e-4
 
 
+def test_the_gradient_is_scaled_once_and_steps_at_the_rate_that_is_reported(text_folder, rows):
+    settings = TrainerSettings(lr=1e-2, warmup_steps=4, clip_grad_norm=None, eps=1e-20)
+    trainer = TorchNative(text_folder, settings=settings)
+    before = {name: tensor.clone() for name, tensor in trainer.tensors()}
+    trainer.forward_backward(pack(rows), policy_gradient)
+    sums = {name: p.grad.clone() for name, p in trainer.model.named_parameters() if p.grad is not None}
+    stats = trainer.optim_step(1 / 32)
+    state = trainer.state().tensors
+    for name, gradient in sums.items():
+        torch.testing.assert_close(
+            state[f"optimizer.exp_avg.{name}"], (1 - settings.betas[0]) * gradient / 32
+        )
+    norm = torch.stack([gradient.square().sum() for gradient in sums.values()]).sum().sqrt() / 32
+    assert stats.grad_norm == pytest.approx(float(norm), rel=1e-5)
+    # Adam's first step is the rate itself wherever there is a gradient.
+    moved = torch.cat([(tensor - before[name])[sums[name] != 0].abs() for name, tensor in trainer.tensors()])
+    assert stats.lr == 0.25e-2
+    torch.testing.assert_close(moved, torch.full_like(moved, stats.lr), rtol=1e-3, atol=1e-6)
+
+
 def test_weight_decay_spares_norms(text_folder, rows):
     trainer = TorchNative(text_folder, settings=TrainerSettings(lr=0.1, weight_decay=0.5))
     before = {name: tensor.clone() for name, tensor in trainer.tensors()}
@@ -293,9 +313,14 @@ def test_an_export_overwrites_nothing(trainer, tmp_path):
 
 def test_a_state_of_another_backend_is_refused(trainer):
     state = trainer.state()
-    state.data["backend"] = "other"
-    with pytest.raises(StateMismatchError, match=r"\('other', 1\)"):
-        trainer.load_state(state)
+    data = dict(state.data)
+    for changed, message in (
+        ({"backend": "other"}, r"\('other', 1\)"),
+        ({"steps": None}, "has done None steps"),
+    ):
+        state.data = data | changed
+        with pytest.raises(StateMismatchError, match=message):
+            trainer.load_state(state)
 
 
 def test_published_weights_keep_their_memory_over_steps_and_loads(trainer, rows):

@@ -239,6 +239,9 @@ class TorchNative:
         made_by = (state.data.get("backend"), state.data.get("version"))
         if made_by != (NAME, STATE_VERSION):
             raise StateMismatchError(f"state is of {made_by}, this backend reads {(NAME, STATE_VERSION)}")
+        steps = state.data.get("steps")
+        if not isinstance(steps, int) or steps < 0:
+            raise StateMismatchError(f"state has done {steps!r} steps; that has to be a whole number >= 0")
         parts: dict[str, dict[str, Tensor]] = {_WEIGHT: {}, _POLICY: {}, _WARMUP: {}, _RNG: {}}
         for key, tensor in state.tensors.items():
             part, _, name = key.partition(".")
@@ -264,7 +267,7 @@ class TorchNative:
         self._warmup = warmup
         self.model.zero_grad(set_to_none=True)
         torch.set_rng_state(parts[_RNG]["torch"])
-        self._steps = int(state.data["steps"])
+        self._steps = steps
         self._accumulated = 0
 
     def export(self, folder: Path) -> None:
