@@ -1,6 +1,9 @@
 """What the transformers engine promises beyond the conformance checks: bits, admission, versions, failure."""
 
 import asyncio
+import json
+import subprocess
+import sys
 import threading
 
 import numpy as np
@@ -9,6 +12,7 @@ import torch
 from agentic import GenerationRequest, Sampling
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from relax.backends.inference.base import InferenceEngine
 from relax.backends.inference.errors import (
     EngineError,
     EngineFailed,
@@ -236,14 +240,46 @@ def test_arguments_out_of_range_are_refused_by_name(text_oracle, options, messag
         TransformersEngine(text_oracle.folder, **options)
 
 
-def test_a_model_with_sliding_windows_is_refused(tmp_path, text_oracle):
-    import json
+@pytest.mark.parametrize("model_type", ["llama", "qwen2"])
+async def test_other_families_of_plain_attention_agree_too(tmp_path, text_oracle, make_request, model_type):
+    config = json.loads((text_oracle.folder / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": model_type}))
+    oracle = type(text_oracle)(tmp_path)
+    requests = [make_request(f"r{n}", seed=n, length=5 + 20 * n, max_new_tokens=10 * n + 1) for n in range(4)]
+    engine = TransformersEngine(tmp_path)
+    try:
+        for version in (0, 1):
+            await engine.begin_update(version, oracle.weights(version))
+            await engine.commit_update(version)
+            answers = [one async for one in engine.generate(requests)]
+            for one in answers:
+                assert oracle.worst(requests[int(one.id[1:])], one.generation) <= 1e-4
+    finally:
+        await engine.close()
 
+
+def test_a_model_with_sliding_windows_is_refused(tmp_path, text_oracle):
     config = json.loads((text_oracle.folder / "config.json").read_text())
     config |= {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(EngineError, match="sliding_attention"):
         TransformersEngine(tmp_path, version=0)
+
+
+def test_the_engine_is_an_inference_engine_and_names_its_weights(text_oracle):
+    engine: InferenceEngine = TransformersEngine(text_oracle.folder)
+    assert isinstance(engine, TransformersEngine)
+    weights = text_oracle.weights(0)
+    assert {name: (tensor.shape, tensor.dtype) for name, tensor in engine.weights().items()} == {
+        name: (tensor.shape, tensor.dtype) for name, tensor in weights.items()
+    }
+    asyncio.run(engine.close())
+
+
+def test_roles_that_speak_to_an_engine_need_not_import_torch():
+    names = [f"relax.backends.inference.{name}" for name in ("base", "errors", "log", "registry", "streams")]
+    program = f"import sys, {', '.join(names)}; assert not {{'torch', 'transformers'}} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
 
 def test_engines_are_found_by_name_or_import_path():

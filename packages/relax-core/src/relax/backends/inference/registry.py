@@ -1,13 +1,15 @@
 """Engines by name. One line adds one; an import path `package.module:Class` works without any."""
 
-import importlib
 from typing import Any
 
 from relax.backends.inference.errors import UnknownEngine
+from relax.registry import Registry
 
-ENGINES: dict[str, str] = {
-    "transformers": "relax.backends.inference.transformers_engine:TransformersEngine",
-}
+ENGINES = Registry(
+    "engine",
+    {"transformers": "relax.backends.inference.transformers_engine:TransformersEngine"},
+    UnknownEngine,
+)
 
 
 def engine_class(name: str) -> type[Any]:
@@ -16,17 +18,7 @@ def engine_class(name: str) -> type[Any]:
     Raises:
         UnknownEngine: neither a name nor a path that leads to a class.
     """
-    path = ENGINES.get(name, name)
-    module_name, separator, attribute = path.partition(":")
-    if not separator:
-        raise UnknownEngine(
-            f"engine {name!r} is neither one of {sorted(ENGINES)} nor an import path like "
-            f"'my_package.engines:MyEngine'"
-        )
-    try:
-        found = getattr(importlib.import_module(module_name), attribute)
-    except (ModuleNotFoundError, AttributeError) as error:
-        raise UnknownEngine(f"engine {name!r} cannot be imported: {error}") from error
+    found = ENGINES.load(name)
     if not isinstance(found, type):
         raise UnknownEngine(f"engine {name!r} leads to {found!r}, which is no class")
     return found

@@ -171,7 +171,9 @@ class TransformersEngine:
         self._give_up([request_id])
 
     def weights(self) -> dict[str, Tensor]:
-        """The weights by Hugging Face name: what the tensors of a version have to look like."""
+        """The weights by Hugging Face name: what the tensors of a version have to look like. Their values
+        change at each commit.
+        """
         return dict(self._network.layout)
 
     async def begin_update(self, version: int, tensors: Mapping[str, Tensor]) -> None:
