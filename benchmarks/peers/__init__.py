@@ -1,0 +1,1 @@
+"""The peers that benchmarks compare with, each in a process of its own."""

@@ -1,0 +1,6 @@
+"""The frame of the benchmarks, which is no package: its folder goes on the path."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
