@@ -3,7 +3,7 @@ described there.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -189,7 +189,7 @@ class AsyncPartition:
         fields: Sequence[str] | None = None,
         lease_seconds: float = 600.0,
         timeout: float = 86_400.0,
-    ) -> AsyncIterator[AsyncBatch]:
+    ) -> AsyncGenerator[AsyncBatch, None]:
         """See `Partition.stream`. Use ``contextlib.aclosing`` to have the batch at hand returned at once."""
         while True:
             try:

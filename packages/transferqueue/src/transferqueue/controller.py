@@ -54,7 +54,7 @@ from .node import Call
 from .partition import Lease, Partition, Row, Wanted
 from .samplers import Groups
 
-_GRACE = 5.0  # seconds a reservation outlives its put's deadline
+_GRACE = 2.0  # seconds a reservation outlives its put's deadline
 
 
 @dataclass(slots=True)
@@ -123,7 +123,7 @@ class ControllerService:
         self._timers = _Timers()
         self._room_made = False
         self._next_unit = 0
-        self._link = Link(token, patience=5.0)
+        self._link = Link(token, patience=2.0)
         self._units = [self._connect(unit) for unit in units]
 
     def _connect(self, unit: UnitAddress) -> Peer:
@@ -342,9 +342,9 @@ class ControllerService:
             call.fail(
                 Full(
                     f"partition {partition.name!r} left no room until the deadline: it holds "
-                    f"{len(partition.samples)} samples and {partition.nbytes} bytes (limits: "
-                    f"{shelving.max_samples} samples, {shelving.max_bytes} bytes, {self._max_bytes} bytes in the store); consume faster or "
-                    "raise them",
+                    f"{len(partition.samples)} samples of at most {shelving.max_samples} and "
+                    f"{partition.nbytes} bytes of at most {shelving.max_bytes} (whole store: "
+                    f"{self._max_bytes}); consume faster or raise the limits",
                     partition=partition.name,
                 )
             )
@@ -420,12 +420,12 @@ class ControllerService:
             last = replace(waiting, wanted=replace(wanted, partial=waiting.partial))
             if self._serve(number, last, time.monotonic()):
                 return
-            task = self._partition(number).task(wanted.task)
+            ready = len(self._partition(number).task(wanted.task).ready)
             raise Timeout(
-                f"task {task.name!r} of partition {self._partition(number).name!r} had no "
-                f"{wanted.count} samples for {wanted.sampler} until the deadline (ready: {len(task.ready)}, max_priority: "
+                f"task {wanted.task!r} of partition {self._partition(number).name!r} had no {wanted.count} "
+                f"samples for {wanted.sampler} until the deadline (ready: {ready}, max_priority: "
                 f"{wanted.max_priority}, min_version: {wanted.min_version})",
-                ready=len(task.ready),
+                ready=ready,
             )
         except (Timeout, Closed) as error:
             call.fail(error)

@@ -3,6 +3,7 @@ None.
 """
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import msgspec
@@ -222,12 +223,17 @@ def _as_array(name: str, value: Any) -> tuple[str, np.ndarray] | None:
     if not isinstance(value, np.ndarray | np.generic):
         return None
     array = np.asarray(value)
-    if array.dtype.name == "bfloat16":  # numpy itself has none; ml_dtypes registers one
-        return "bfloat16", array.view(np.uint16)
-    if array.dtype.kind in "OUS":
+    dtype = _stored_dtype(array.dtype)
+    if dtype is None:
         return None
-    if array.dtype.name not in NUMERIC:
-        raise InvalidArgument(
-            f"field {name!r} has dtype {array.dtype}; supported: {', '.join(sorted(NUMERIC))}"
-        )
-    return array.dtype.name, array.astype(array.dtype.newbyteorder("="), copy=False)
+    if dtype == "bfloat16":
+        return dtype, array.view(np.uint16)
+    if dtype not in NUMERIC:
+        raise InvalidArgument(f"field {name!r} has dtype {dtype}; supported: {', '.join(sorted(NUMERIC))}")
+    return dtype, array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
+
+
+@lru_cache(maxsize=256)
+def _stored_dtype(dtype: np.dtype[Any]) -> str | None:
+    """The name of a dtype, None for those that hold text or objects (numpy takes microseconds to tell)."""
+    return None if dtype.kind in "OUS" else dtype.name  # "bfloat16" where ml_dtypes has registered it

@@ -88,20 +88,21 @@ def decode(header: FrameHeader, payload: Any) -> dict[str, Column]:
         Corrupt: the checksum or the description does not fit the bytes.
     """
     buffer = np.frombuffer(payload, np.uint8) if len(payload) else np.empty(0, np.uint8)
-    buffer.flags.writeable = False
     if xxhash.xxh3_64_intdigest(buffer) != header.checksum:
         raise Corrupt(
             f"a frame of {len(buffer)} bytes does not match its checksum; it was changed on the way"
         )
+    if buffer.ctypes.data % 8:  # a small message may lie anywhere in the receive buffer
+        buffer = buffer.copy()
+    buffer.flags.writeable = False
     columns: dict[str, Column] = {}
     at = 0
     for column in header.columns:
-        sizes = _checked(column, header.rows, len(buffer) - at)
-        views: list[np.ndarray] = []
-        for nbytes, dtype in zip(sizes, (column.spec.stored, np.int64, np.bool_, np.int64), strict=True):
-            views.append(_view(buffer[at : at + nbytes], dtype))
+        sections: list[np.ndarray] = []
+        for nbytes in _checked(column, header.rows, len(buffer) - at):
+            sections.append(buffer[at : at + nbytes])
             at += _aligned(nbytes)
-        columns[column.name] = _column(column, views)
+        columns[column.name] = _column(column, sections)
     if at != len(buffer) or len(columns) != len(header.columns):
         raise Corrupt(f"a frame of {len(buffer)} bytes is described as {at}")
     return columns
@@ -121,29 +122,22 @@ def _checked(column: ColumnHeader, rows: int, left: int) -> tuple[int, int, int,
     return sizes
 
 
-def _view(section: np.ndarray, dtype: Any) -> np.ndarray:
-    dtype = np.dtype(dtype)
-    if section.ctypes.data % dtype.alignment:  # small messages lie at odd addresses in the receive buffer
-        section = section.copy()
-        section.flags.writeable = False
-    return section.view(dtype)
-
-
-def _column(column: ColumnHeader, views: list[np.ndarray]) -> Column:
-    flat, offsets, valid, index = views
+def _column(column: ColumnHeader, sections: list[np.ndarray]) -> Column:
     spec = column.spec
-    if not spec.scalar and (
-        offsets[0] != 0 or offsets[-1] != column.total or (offsets[1:] < offsets[:-1]).any()
-    ):
-        raise Corrupt(f"the offsets of column {column.name!r} do not increase from 0 to {column.total}")
-    if column.shared and len(index) and (index.min() < -1 or index.max() >= column.stored):
-        raise Corrupt(f"the index of column {column.name!r} points outside its {column.stored} stored rows")
-    if column.has_valid and (valid.view(np.uint8) > 1).any():
-        raise Corrupt(f"the mask of column {column.name!r} holds more than 0 and 1")
-    return Column(
-        spec,
-        flat.reshape(column.total, *spec.trailing),
-        None if spec.scalar else offsets,
-        valid if column.has_valid else None,
-        index if column.shared else None,
-    )
+    values = sections[0].view(spec.stored)
+    if spec.trailing:
+        values = values.reshape(column.total, *spec.trailing)
+    offsets = valid = index = None
+    if not spec.scalar:
+        offsets = sections[1].view(np.int64)
+        if offsets[0] != 0 or offsets[-1] != column.total or (offsets[1:] < offsets[:-1]).any():
+            raise Corrupt(f"the offsets of column {column.name!r} do not increase from 0 to {column.total}")
+    if column.has_valid:
+        if (sections[2] > 1).any():
+            raise Corrupt(f"the mask of column {column.name!r} holds more than 0 and 1")
+        valid = sections[2].view(np.bool_)
+    if column.shared:
+        index = sections[3].view(np.int64)
+        if len(index) and (index.min() < -1 or index.max() >= column.stored):
+            raise Corrupt(f"the index of column {column.name!r} points outside its {column.stored} rows")
+    return Column(spec, values, offsets, valid, index)
