@@ -54,6 +54,12 @@ def test_a_path_that_always_damages_ends_in_a_typed_error_and_never_in_a_version
     with pytest.raises(dcs.CorruptChunk, match=r"chunk 0 of version 0 .* 4 times"):
         subscriber.next(timeout=20)
     assert isinstance(subscriber.health().error, dcs.CorruptChunk)
+    follower = subscribe(TENSORS, "following").follow(lambda staged: None)
+    with pytest.raises(dcs.CorruptChunk):
+        follower.wait_for(0, 20)
+    subscriber.close()
+    gone = publisher.publish(1, TENSORS).wait(10).gone
+    assert gone == {}
 
 
 def test_a_connection_cut_in_the_middle_is_resumed_with_what_is_missing(publish_to, subscribe, proxy):

@@ -137,6 +137,11 @@ def test_a_stopped_publisher_joins_again_under_a_new_epoch_and_serves_late_joine
     assert staged is not None
     assert (staged.epoch, staged.version) == (2, 0)
     assert member.digest(staged.tensors) == member.digest(member.model(FLOATS, 0))
-    process.say("1")
-    assert process.hear() == ["published", "1", "2"]
-    assert torch.equal(subscriber.fetch(1, timeout=10)["a"], member.model(FLOATS, 1)["a"])
+    staged.ack()
+    process.signal(signal.SIGSTOP)
+    process.say("1")  # the first thing it does when it wakes, before it knows that its lease has lapsed
+    eventually(lambda: subscriber.health().publisher == "lost")
+    process.signal(signal.SIGCONT)
+    assert process.hear() == ["published", "1", "3"]
+    for receiver in (subscriber, late):
+        assert torch.equal(receiver.fetch(1, timeout=10)["a"], member.model(FLOATS, 1)["a"])

@@ -35,7 +35,8 @@ if TYPE_CHECKING:
     from dcs.manifest import Manifest
     from dcs.process import CoordinatorProcess, serve
     from dcs.publisher import Publisher
-    from dcs.subscriber import Health, Staged, Subscriber
+    from dcs.staged import Health, Staged
+    from dcs.subscriber import Subscriber
     from dcs.ticket import Stats, Ticket
 
 __all__ = [
@@ -72,11 +73,11 @@ _HOME = {
     "Coordinator": "dcs.coordinator",
     "CoordinatorProcess": "dcs.process",
     "Follower": "dcs.follower",
-    "Health": "dcs.subscriber",
+    "Health": "dcs.staged",
     "Layout": "dcs.layout",
     "Manifest": "dcs.manifest",
     "Publisher": "dcs.publisher",
-    "Staged": "dcs.subscriber",
+    "Staged": "dcs.staged",
     "Stats": "dcs.ticket",
     "Subscriber": "dcs.subscriber",
     "Ticket": "dcs.ticket",

@@ -16,9 +16,7 @@ def is_loopback(host: str) -> bool:
 
 
 def require_token(host: str, token: str | None, what: str) -> None:
-    """Raise `Unauthorized` when `what` would listen off loopback, or with an empty token, for everybody to
-    use.
-    """
+    """Raise `Unauthorized` when `what` would listen off loopback without a token, or with an empty one."""
     if token == "":
         raise Unauthorized(f"{what} was given an empty token; give a secret, or None on loopback")
     if token is None and not is_loopback(host):

@@ -24,8 +24,7 @@ LEASE_SECONDS = 5.0
 
 
 class Coordinator:
-    """Issues epochs and versions, keeps leases, and tells subscribers of each new version. Weights never pass
-    it.
+    """Issues epochs and versions, keeps leases, and announces each new version. Weights never pass it.
 
     Args:
         host: address to bind; off loopback a token is required.

@@ -94,9 +94,7 @@ class Unacknowledged(DcsError):
 
 
 class ApplyFailed(DcsError):
-    """The function given to `follow` raised; this subscriber left the run and serves nothing it vouches
-    for.
-    """
+    """The function given to `follow` raised, so this subscriber has left the run."""
 
     code = "apply_failed"
 
@@ -117,9 +115,7 @@ _BY_CODE: dict[str, type[DcsError]] = {
 
 
 def from_refusal(code: str, message: str, detail: dict[str, str]) -> DcsError:
-    """The exception that a peer's refusal stands for; an unknown code (a newer peer's) is a plain
-    `DcsError`.
-    """
+    """The exception that a peer's refusal stands for; a plain `DcsError` for a code of a newer peer."""
     if code == LayoutMismatch.code:
         return LayoutMismatch(
             message, detail.get("tensor", ""), detail.get("got", ""), detail.get("expected", "")

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 from dcs.errors import ApplyFailed, Closed, DcsError, Timeout
 
 if TYPE_CHECKING:
-    from dcs.subscriber import Staged, Subscriber
+    from dcs.staged import Staged
+    from dcs.subscriber import Subscriber
 
 _ASK_SECONDS = 60.0
 
@@ -35,9 +36,7 @@ class Follower:
         self._thread.start()
 
     def wait_for(self, version: int, timeout: float) -> int:
-        """Wait until `version` or a newer one is applied and return which; raises `Timeout`, or why it
-        ended.
-        """
+        """Wait until `version` or a newer one is applied and return it; raises `Timeout`, or why it ended."""
         with self._changed:
             self._changed.wait_for(lambda: self.version >= version or self.error, timeout)
             if self.version >= version:
@@ -62,6 +61,7 @@ class Follower:
         except Closed:
             return
         except DcsError as error:
+            self._subscriber.fail(error)
             with self._changed:
                 self.error = error
                 self._changed.notify_all()
@@ -73,8 +73,6 @@ class Follower:
             error = ApplyFailed(
                 f"applying version {staged.version} raised {cause!r}; this engine is unusable"
             )
-            error.__cause__ = cause
-            self._subscriber.fail(error)
             raise error from cause
         staged.ack()
         with self._changed:

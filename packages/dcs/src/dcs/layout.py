@@ -95,9 +95,7 @@ class Layout(msgspec.Struct, frozen=True):
         return xxhash.xxh3_128_hexdigest(msgspec.msgpack.encode(self))
 
     def offsets(self) -> tuple[list[int], int]:
-        """Where each tensor starts in a flat buffer (aligned to 64 bytes), and the buffer's length in
-        bytes.
-        """
+        """Where each tensor starts in a flat buffer (64-byte aligned), and the buffer's length in bytes."""
         starts: list[int] = []
         end = 0
         for spec in self.tensors:
@@ -141,9 +139,7 @@ def spec_of(name: str, tensor: Any) -> TensorSpec:
 
 
 def mismatch(got: Layout, expected: Layout, who: str) -> LayoutMismatch | None:
-    """The first difference as an error to raise, or None when the layouts are equal; `who` names the owner of
-    `got`.
-    """
+    """The first difference as an error, or None for equal layouts; `who` names the owner of `got`."""
     if got == expected:
         return None
     found = {spec.name: spec for spec in got.tensors}

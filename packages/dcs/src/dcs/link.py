@@ -100,9 +100,7 @@ class Link:
         self._thread.start()
 
     def join(self, join: Join, timeout: float) -> Joined:
-        """Become a member, and stay one until `close`; raises what the coordinator refuses with, or
-        `CoordinatorLost`.
-        """
+        """Become a member until `close`; raises what the coordinator refuses with, or `CoordinatorLost`."""
         request, future = self._new_request()
         join = msgspec.structs.replace(join, request=request)
         with self._lock:
@@ -112,21 +110,19 @@ class Link:
         return reply
 
     def announce(self, epoch: int, version: int, root: bytes, timeout: float) -> Announced:
-        """Offer a version; raises `StaleVersion`, `Evicted` (`Rejoining` when that is being mended),
-        `CoordinatorLost`.
-        """
-        request, future = self._new_request()
+        """Offer a version; raises `StaleVersion`, `Evicted` or `Rejoining`, `CoordinatorLost`."""
         with self._lock:
             member = self._member
+        if not member:
+            raise Rejoining("the lease had lapsed, and the coordinator has not answered since")
+        request, future = self._new_request()
         message = Announce(request, member, epoch, version, root)
         reply = self._wait(request, future, message, timeout)
         assert isinstance(reply, Announced)
         return reply
 
     def offer(self, epoch: int, version: int, root: bytes) -> None:
-        """Offer a version without waiting for the answer, as a publisher does for its newest when it joins
-        again.
-        """
+        """Offer a version again, without waiting for the answer, as a publisher that joined again does."""
         request = next(self._requests)
         with self._lock:
             self._outbox.append(Announce(request, self._member, epoch, version, root))
@@ -145,9 +141,7 @@ class Link:
         self._signal()
 
     def close(self, reason: str = "") -> None:
-        """Leave (with a reason that the publisher will see), stop the thread, release the socket. May be
-        called twice.
-        """
+        """Leave, with a reason for the publisher to see, and release everything. May be called twice."""
         with self._lock:
             if self._closing:
                 return
@@ -263,7 +257,7 @@ class Link:
                 with self._lock:
                     self._member = message.member
                 self._lease_seconds = message.lease_seconds
-            case Fenced() if message.member != self._member:
+            case Fenced() if not self._member or message.member != self._member:
                 return  # about an incarnation of ours that is over
             case Fenced():
                 self._is_member.clear()

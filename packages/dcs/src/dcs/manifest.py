@@ -5,6 +5,7 @@ the same root, so a restarted publisher may offer its last version again and nob
 agree.
 """
 
+from dataclasses import dataclass
 from typing import Annotated
 
 import msgspec
@@ -20,9 +21,7 @@ Hash64 = Annotated[int, msgspec.Meta(ge=0)]  # msgpack has no integer above 2**6
 
 
 class TensorEntry(msgspec.Struct, frozen=True):
-    """One tensor's place: global shape, dtype, and the byte range [offset, offset + nbytes) of the flat
-    buffer.
-    """
+    """One tensor's place: global shape, dtype, and bytes [offset, offset + nbytes) of the flat buffer."""
 
     name: Name
     shape: Shape
@@ -57,6 +56,7 @@ class Manifest(msgspec.Struct, frozen=True):
         return index * self.chunk_bytes, min((index + 1) * self.chunk_bytes, self.nbytes)
 
     def encode(self) -> bytes:
+        """As it travels."""
         return msgspec.msgpack.encode(self)
 
 
@@ -65,13 +65,32 @@ def chunk_count(nbytes: int, chunk_bytes: int) -> int:
     return -(-nbytes // chunk_bytes)
 
 
-def entries(layout: Layout) -> tuple[TensorEntry, ...]:
-    """The layout's tensors with their places."""
-    starts, _ = layout.offsets()
-    return tuple(
-        TensorEntry(spec.name, spec.shape, spec.dtype, start, spec.nbytes)
-        for spec, start in zip(layout.tensors, starts, strict=True)
-    )
+@dataclass(frozen=True)
+class Placement:
+    """What all manifests of a layout have in common; made once, as a large model takes milliseconds.
+
+    Attributes:
+        fingerprint: the layout's.
+        tensors: with their places.
+        nbytes: length of the flat buffer.
+        encoded_limit: more bytes than any manifest of this layout can take, run name not counted.
+    """
+
+    fingerprint: str
+    tensors: tuple[TensorEntry, ...]
+    nbytes: int
+    encoded_limit: int
+
+    @classmethod
+    def of(cls, layout: Layout) -> "Placement":
+        """The placement of a layout."""
+        starts, nbytes = layout.offsets()
+        tensors = tuple(
+            TensorEntry(spec.name, spec.shape, spec.dtype, start, spec.nbytes)
+            for spec, start in zip(layout.tensors, starts, strict=True)
+        )
+        hashes = 9 * chunk_count(nbytes, MIN_CHUNK_BYTES)
+        return cls(layout.fingerprint, tensors, nbytes, 1024 + len(msgspec.msgpack.encode(tensors)) + hashes)
 
 
 def root_hash(fingerprint: str, chunk_bytes: int, chunks: tuple[int, ...]) -> bytes:
@@ -87,15 +106,8 @@ def hash_chunk(view: memoryview) -> int:
     return xxhash.xxh3_64_intdigest(view)
 
 
-def encoded_limit(layout: Layout, run: str) -> int:
-    """More bytes than any manifest of this layout can take."""
-    _, nbytes = layout.offsets()
-    places = len(msgspec.msgpack.encode(entries(layout)))
-    return 1024 + len(run.encode()) + places + 9 * chunk_count(nbytes, MIN_CHUNK_BYTES)
-
-
-def decode(data: bytes | bytearray | memoryview, layout: Layout, root: bytes) -> Manifest:
-    """A manifest that describes `layout` and has root `root`, or `CorruptChunk`.
+def decode(data: bytes | bytearray | memoryview, placement: Placement, root: bytes) -> Manifest:
+    """A manifest that describes `placement` and has root `root`, or `CorruptChunk`.
 
     The caller's own layout decides every size, so nothing a peer sends makes the caller allocate.
     """
@@ -103,17 +115,13 @@ def decode(data: bytes | bytearray | memoryview, layout: Layout, root: bytes) ->
         manifest = msgspec.msgpack.decode(data, type=Manifest)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise CorruptChunk(f"a manifest of {len(data)} bytes cannot be read: {error}") from error
-    _, nbytes = layout.offsets()
-    if manifest.tensors != entries(layout) or manifest.nbytes != nbytes:
-        raise CorruptChunk(f"the manifest of version {manifest.version} does not describe this layout")
-    if len(manifest.chunks) != chunk_count(nbytes, manifest.chunk_bytes):
-        raise CorruptChunk(
-            f"the manifest of version {manifest.version} has {len(manifest.chunks)} chunk hashes,"
-            f" expected {chunk_count(nbytes, manifest.chunk_bytes)}"
-        )
-    actual = root_hash(layout.fingerprint, manifest.chunk_bytes, manifest.chunks)
+    who = f"the manifest of version {manifest.version}"
+    if manifest.tensors != placement.tensors or manifest.nbytes != placement.nbytes:
+        raise CorruptChunk(f"{who} does not describe this layout")
+    expected = chunk_count(placement.nbytes, manifest.chunk_bytes)
+    if len(manifest.chunks) != expected:
+        raise CorruptChunk(f"{who} has {len(manifest.chunks)} chunk hashes, expected {expected}")
+    actual = root_hash(placement.fingerprint, manifest.chunk_bytes, manifest.chunks)
     if actual != root or manifest.root != root:
-        raise CorruptChunk(
-            f"the manifest of version {manifest.version} has root {actual.hex()}, announced was {root.hex()}"
-        )
+        raise CorruptChunk(f"{who} has root {actual.hex()}, announced was {root.hex()}")
     return manifest

@@ -100,9 +100,7 @@ class RunState(msgspec.Struct, frozen=True, tag="state"):
 
 
 class Roster(msgspec.Struct, frozen=True, tag="roster"):
-    """To the publisher, when it changes and in answer to a heartbeat: live subscribers and recent departures,
-    by member.
-    """
+    """To the publisher, when it changes and in answer to a heartbeat: subscribers by member number."""
 
     live: dict[int, Standing]
     departed: dict[int, str]

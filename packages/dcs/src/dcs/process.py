@@ -1,6 +1,4 @@
-"""The coordinator as a child process, ready when `serve` returns and gone when it is closed or its parent
-dies.
-"""
+"""The coordinator as a child process: ready when `serve` returns, gone when closed or its parent dies."""
 
 import os
 import select

@@ -74,8 +74,7 @@ class Publisher:
         self._chunk_bytes = chunk_bytes
         self._supersede_after = supersede_after
         self._timeout = timeout
-        self._entries = manifests.entries(layout)
-        self._fingerprint = layout.fingerprint
+        self._placement = manifests.Placement.of(layout)
         self._publishing = threading.Lock()
         self._lock = threading.Lock()
         self._tickets: list[Ticket] = []
@@ -87,7 +86,7 @@ class Publisher:
         self._newest = (-1, b"")
         self._published = -1
         self._snapshots = SnapshotPair(layout)
-        self._server = ChunkServer(self._snapshots, host, port, run, self._fingerprint, token)
+        self._server = ChunkServer(self._snapshots, host, port, run, self._placement.fingerprint, token)
         self.endpoint = Endpoint(advertise or host, self._server.port)
         try:
             self._link = Link(address, self._receive, self._coordinator_changed)
@@ -112,8 +111,8 @@ class Publisher:
         Blocks for the copy, the coordinator's answer, and, when receivers are slower than two publishes, up
         to `supersede_after` for the buffer of the version before last.
         Raises `LayoutMismatch`, `StaleVersion` (not newer than the run's newest, except that a restarted
-        publisher may offer that one again with the same bits), `CoordinatorLost`, `Evicted`, `Closed`. After
-        an error nothing has been announced, and the version may be published again.
+        publisher may offer that one again with the same bits), `CoordinatorLost`, `Evicted`, `Closed`.
+        After an error nothing of it is served, and the version may be published again.
         """
         check(tensors, self.layout)
         with self._publishing:
@@ -124,7 +123,7 @@ class Publisher:
             reserved = time.monotonic()
             try:
                 chunks = arena.fill(tensors, self._chunk_bytes)
-                root = manifests.root_hash(self._fingerprint, self._chunk_bytes, chunks)
+                root = manifests.root_hash(self._placement.fingerprint, self._chunk_bytes, chunks)
                 if version == self._newest[0] and root != self._newest[1]:
                     raise StaleVersion(
                         f"version {version} of run {self.run!r} exists with other weights; publish"
@@ -141,7 +140,7 @@ class Publisher:
                     self.run,
                     self.epoch,
                     version,
-                    self._entries,
+                    self._placement.tensors,
                     arena.nbytes,
                     self._chunk_bytes,
                     chunks,
@@ -184,8 +183,7 @@ class Publisher:
         try:
             self._link.announce(self.epoch, version, root, self._timeout)
         except Rejoining:
-            # This process was stopped for longer than its lease. The link is joining again, under a new
-            # epoch.
+            # This process was stopped for longer than its lease; its link joins again, under a new epoch.
             if not self._link.await_membership(self._timeout):
                 raise
             self._link.announce(self.epoch, version, root, self._timeout)
@@ -196,9 +194,8 @@ class Publisher:
             raise StaleVersion(f"version {version} is negative; versions count from 0")
         if version <= self._published or version < newest:
             raise StaleVersion(
-                f"version {version} is not newer than version {newest} of run {self.run!r} (epoch"
-                f" {self.epoch});"
-                f" publish {newest + 1} or later"
+                f"version {version} is not newer than version {newest} of run {self.run!r}"
+                f" (epoch {self.epoch}); publish {newest + 1} or later"
             )
 
     def _raise_if_unusable(self) -> None:
@@ -222,9 +219,10 @@ class Publisher:
                 self._update(message.roster)
             case Roster():
                 self._update(message)
-            case Fenced():
-                if not message.rejoin:
-                    self._fail(from_refusal(message.code, message.message, message.detail))
+            case Fenced() if not message.rejoin:
+                self._fail(from_refusal(message.code, message.message, message.detail))
+            case _:
+                return
 
     def _joined(self, message: Joined) -> None:
         with self._lock:

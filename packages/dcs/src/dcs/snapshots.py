@@ -23,9 +23,7 @@ _CUT_SECONDS = 10.0  # for a cut reader to notice; a shut-down socket returns at
 
 
 class Superseded(Exception):
-    """The version asked for is not held any more; a newer one has been announced. Never leaves the
-    package.
-    """
+    """The version asked for is not held any more. Never leaves the package."""
 
 
 class Reader(Protocol):
@@ -100,9 +98,7 @@ class SnapshotPair:
                     self._free.append(snapshot.arena)
 
     def restamp(self, epoch: int) -> None:
-        """Serve what is held under a new epoch; what is being sent under the old one goes on, the bytes are
-        the same.
-        """
+        """Serve what is held under a new epoch; transfers under the old one go on, the bytes are the same."""
         with self._changed:
             for snapshot in self._held:
                 snapshot.manifest = msgspec.structs.replace(snapshot.manifest, epoch=epoch)

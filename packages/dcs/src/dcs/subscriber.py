@@ -1,10 +1,8 @@
 """The side that serves: pulls each new version into a staging slot, verifies it, and hands it over whole."""
 
-import enum
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Literal, Self
 
@@ -23,93 +21,15 @@ from dcs.errors import (
 from dcs.follower import Follower
 from dcs.layout import Layout
 from dcs.link import Link
+from dcs.manifest import Placement
 from dcs.messages import Acked, Announcement, Fenced, FromCoordinator, Join, Joined, Refused, RunState
 from dcs.snapshots import Superseded
+from dcs.staged import Health, Slot, SlotState, Staged
 from dcs.staging import Arena
 from dcs.wire.client import ChunkClient, Progress
 from dcs.wire.frames import Hello
 
 _BACKOFF_SECONDS = (0.05, 1.0)  # between two attempts to connect: the first, doubling up to the second
-
-
-class _State(enum.Enum):
-    FREE = enum.auto()
-    FILLING = enum.auto()
-    READY = enum.auto()
-    HELD = enum.auto()
-
-
-@dataclass(eq=False)
-class _Slot:
-    arena: Arena
-    state: _State = _State.FREE
-    progress: Progress | None = None
-    began: float = 0.0
-    transfer_seconds: float = 0.0
-
-    def holds(self, target: Announcement) -> bool:
-        """Whether it has (or is getting) exactly these weights as this version."""
-        mine = None if self.progress is None else self.progress.target
-        return mine is not None and (mine.version, mine.root) == (target.version, target.root)
-
-
-@dataclass(frozen=True)
-class Health:
-    """What a subscriber knows about the others.
-
-    Attributes:
-        coordinator: whether it is heard.
-        publisher: `absent` before one joins or after it closed; `lost` when its heartbeats stopped.
-        announced: the newest version that can be pulled, or None.
-        staged: the newest version that is verified here and waits for `next`, or None.
-        acked: the version last acknowledged here, or None.
-        error: what stands in the way: `CoordinatorLost`, `PublisherLost` (also when it only cannot
-            be reached just now), or the error that `next` raises.
-    """
-
-    coordinator: Literal["connected", "lost"]
-    publisher: Literal["absent", "alive", "lost"]
-    announced: int | None
-    staged: int | None
-    acked: int | None
-    error: DcsError | None
-
-
-@dataclass(eq=False)
-class Staged:
-    """One whole, verified version in a staging slot.
-
-    Attributes:
-        version, epoch: its identity.
-        tensors: by name; views of the slot, good until `ack` or `release`. Copy what is to stay.
-        nbytes: size of the slot in bytes.
-        transfer_seconds: from the first request to the last verified chunk.
-        outcome: `acked` or `released` once it has been.
-    """
-
-    version: int
-    epoch: int
-    tensors: dict[str, torch.Tensor]
-    nbytes: int
-    transfer_seconds: float
-    _slot: _Slot = field(repr=False)
-    _settle: Callable[["Staged", _Slot, Literal["acked", "released"]], bool] = field(repr=False)
-    _acknowledge: Callable[[Acked], None] = field(repr=False)
-    outcome: Literal["acked", "released"] | None = None
-
-    def ack(self) -> None:
-        """Say that this version is committed here. The slot may be overwritten from now on. May be called
-        twice.
-        """
-        if self._settle(self, self._slot, "acked"):
-            self._acknowledge(Acked(self.epoch, self.version, self.transfer_seconds))
-
-    def release(self) -> None:
-        """Give the slot back without having committed it; `next` may give the same version again.
-
-        Does nothing after `ack`.
-        """
-        self._settle(self, self._slot, "released")
 
 
 class Subscriber:
@@ -142,8 +62,8 @@ class Subscriber:
         self.name = name
         self.layout = layout
         self._token = token
-        self._fingerprint = layout.fingerprint
-        self._slots = (_Slot(Arena(layout)), _Slot(Arena(layout)))
+        self._placement = Placement.of(layout)
+        self._slots = (Slot(Arena(layout)), Slot(Arena(layout)))
         self._changed = threading.Condition()
         self._member = 0
         self._publisher: Literal["absent", "alive", "lost"] = "absent"
@@ -169,8 +89,7 @@ class Subscriber:
         self._thread.start()
 
     def next(self, after: int = -1, timeout: float = 30.0) -> Staged | None:
-        """The newest version above `after` that is whole and verified here; None when none came within
-        `timeout`.
+        """The newest version above `after` that is whole and verified here, or None after `timeout` seconds.
 
         Acknowledge or release it before calling again, else `Unacknowledged`. Raises `Closed`,
         `LayoutMismatch` (a publisher with another layout joined), `Evicted` (another subscriber took this
@@ -178,7 +97,7 @@ class Subscriber:
         """
         with self._changed:
             self._raise_if_unusable()
-            held = [slot for slot in self._slots if slot.state is _State.HELD]
+            held = [slot for slot in self._slots if slot.state is SlotState.HELD]
             if held and held[0].progress is not None:
                 raise Unacknowledged(
                     f"version {held[0].progress.target.version} was given out before; call its ack() or"
@@ -197,7 +116,7 @@ class Subscriber:
                     raise obstacle
                 return None
             self._raise_if_unusable()
-            slot.state = _State.HELD
+            slot.state = SlotState.HELD
             target = slot.progress.target
             self._taken = max(self._taken, target.version)
             return Staged(
@@ -251,7 +170,7 @@ class Subscriber:
             ready = [
                 slot.progress.target.version
                 for slot in self._slots
-                if slot.state is _State.READY and slot.progress is not None
+                if slot.state is SlotState.READY and slot.progress is not None
             ]
             error = self._obstacle() or self._silence
             if error is None and self._publisher == "lost":
@@ -320,6 +239,8 @@ class Subscriber:
     def _see(self, state: RunState) -> None:
         self._publisher = state.publisher
         announcement = state.announcement
+        if self._given_up is not None and self._given_up[1] is None:
+            self._given_up = None  # a publish that failed may have been repeated: ask again, once a heartbeat
         if announcement is None:
             self._target = None
         elif (announcement.epoch, announcement.version) >= self._highest:  # older: a replay
@@ -346,11 +267,11 @@ class Subscriber:
         if self._closed or self._broken is not None:
             raise self._broken or Closed("this subscriber was closed")
 
-    def _ready(self, after: int) -> _Slot | None:
+    def _ready(self, after: int) -> Slot | None:
         ready = [
             slot
             for slot in self._slots
-            if slot.state is _State.READY
+            if slot.state is SlotState.READY
             and slot.progress is not None
             and slot.progress.target.version > after
         ]
@@ -358,7 +279,7 @@ class Subscriber:
             ready, key=lambda slot: slot.progress.target.version if slot.progress else -1, default=None
         )
 
-    def _settle(self, staged: Staged, slot: _Slot, outcome: Literal["acked", "released"]) -> bool:
+    def _settle(self, staged: Staged, slot: Slot, outcome: Literal["acked", "released"]) -> bool:
         """Give the slot of `staged` back; True when there is an acknowledgement to send."""
         with self._changed:
             before = staged.outcome
@@ -370,8 +291,8 @@ class Subscriber:
                     )
                 return False
             staged.outcome = outcome
-            newer = any(other is not slot and other.state is _State.READY for other in self._slots)
-            slot.state = _State.FREE if outcome == "acked" or newer else _State.READY
+            newer = any(other is not slot and other.state is SlotState.READY for other in self._slots)
+            slot.state = SlotState.FREE if outcome == "acked" or newer else SlotState.READY
             if outcome == "acked":
                 self._acked = Acked(staged.epoch, staged.version, staged.transfer_seconds)
             self._changed.notify_all()
@@ -416,26 +337,26 @@ class Subscriber:
         target = self._target
         if target is None or (self._given_up is not None and self._given_up[0] == target):
             return False
-        if any(slot.holds(target) for slot in self._slots if slot.state in (_State.READY, _State.HELD)):
+        if any(slot.holds(target) for slot in self._slots if slot.state in (SlotState.READY, SlotState.HELD)):
             return False
         return target.version > self._taken or any(after < target.version for after in self._asks)
 
-    def _begin(self, target: Announcement) -> tuple[_Slot, Announcement]:
-        by_state = {slot.state: slot for slot in self._slots if slot.state is not _State.HELD}
-        slot = by_state.get(_State.FILLING) or by_state.get(_State.FREE) or by_state[_State.READY]
-        if slot.state is not _State.FILLING or slot.progress is None or slot.progress.target != target:
+    def _begin(self, target: Announcement) -> tuple[Slot, Announcement]:
+        by_state = {slot.state: slot for slot in self._slots if slot.state is not SlotState.HELD}
+        slot = by_state.get(SlotState.FILLING) or by_state.get(SlotState.FREE) or by_state[SlotState.READY]
+        if slot.state is not SlotState.FILLING or slot.progress is None or slot.progress.target != target:
             slot.progress = Progress(target)
             slot.began = time.monotonic()
-        slot.state = _State.FILLING
+        slot.state = SlotState.FILLING
         return slot, target
 
-    def _pull(self, slot: _Slot, target: Announcement) -> bool:
+    def _pull(self, slot: Slot, target: Announcement) -> bool:
         """One attempt; False when another one should follow after a pause."""
         progress = slot.progress
         assert progress is not None
         try:
             client = self._connect(target)
-            client.pull(progress, slot.arena)
+            client.pull(progress, slot.arena, self._placement)
         except Superseded:
             self._give_up(slot, target, None)
             return True
@@ -453,11 +374,11 @@ class Subscriber:
             return False
         with self._changed:
             for other in self._slots:
-                if other is not slot and other.state is _State.READY:
-                    other.state = _State.FREE
+                if other is not slot and other.state is SlotState.READY:
+                    other.state = SlotState.FREE
             self._trouble = None
             slot.transfer_seconds = time.monotonic() - slot.began
-            slot.state = _State.READY
+            slot.state = SlotState.READY
             self._changed.notify_all()
         return True
 
@@ -471,7 +392,7 @@ class Subscriber:
             self._client = client
             if self._closed or self._broken is not None:
                 raise ConnectionAbortedError("closed while connecting")
-            hello = Hello(self.run, self.name, self._member, self._fingerprint, self._token)
+            hello = Hello(self.run, self.name, self._member, self._placement.fingerprint, self._token)
         client.greet(hello)
         return client
 
@@ -485,8 +406,8 @@ class Subscriber:
         if self._client is not None:
             self._client.cut()
 
-    def _give_up(self, slot: _Slot, target: Announcement, error: DcsError | None) -> None:
+    def _give_up(self, slot: Slot, target: Announcement, error: DcsError | None) -> None:
         with self._changed:
             self._given_up = (target, error)
-            slot.state, slot.progress = _State.FREE, None
+            slot.state, slot.progress = SlotState.FREE, None
             self._changed.notify_all()

@@ -10,9 +10,7 @@ from dcs.messages import Roster
 
 
 class Taken(msgspec.Struct, frozen=True):
-    """A subscriber that committed the version: its transfer, and the time from announcement to ack, in
-    seconds.
-    """
+    """What a subscriber took to transfer the version, and from announcement to ack, in seconds."""
 
     transfer_seconds: float
     ack_seconds: float
@@ -83,8 +81,10 @@ class Ticket:
             )
 
     def wait(self, timeout: float) -> Stats:
-        """Wait until it is done; raises `Timeout` naming who is awaited, and the reason when nobody can be
-        heard.
+        """Wait until it is done.
+
+        Raises `Timeout` naming who is awaited; `CoordinatorLost`, `Evicted` or `Closed` when nobody can be
+        heard any more.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._error or (self._announced and not self._pending), timeout)

@@ -1,6 +1,4 @@
-"""The subscriber's end: one connection to a publisher, over which versions are pulled, verified and
-resumed.
-"""
+"""The subscriber's end: one connection to a publisher, over which versions are pulled and verified."""
 
 import socket
 from collections import Counter
@@ -8,7 +6,7 @@ from dataclasses import dataclass, field
 
 from dcs import manifest as manifests
 from dcs.errors import CorruptChunk, ProtocolError, from_refusal
-from dcs.manifest import Manifest
+from dcs.manifest import Manifest, Placement
 from dcs.messages import Announcement, Endpoint
 from dcs.snapshots import Superseded
 from dcs.staging import Arena
@@ -57,7 +55,7 @@ class ChunkClient:
             raise ProtocolError(f"{sender} answered a hello with a hello")
         frames.set_deadlines(self._sock, _STALL_SECONDS)
 
-    def pull(self, progress: Progress, arena: Arena) -> None:
+    def pull(self, progress: Progress, arena: Arena, placement: Placement) -> None:
         """Bring what `progress` still misses into `arena`, verified.
 
         Raises `Superseded` when the publisher no longer holds the version, `CorruptChunk` when bytes keep
@@ -70,7 +68,7 @@ class ChunkClient:
         if fresh:  # ask for everything in the same breath: one round trip
             request += frames.REQUEST.pack(frames.CHUNKS, target.epoch, target.version, 0, frames.TO_THE_END)
         self._sock.sendall(request)
-        progress.manifest = manifest = self._receive_manifest(progress, arena, fresh)
+        progress.manifest = manifest = self._receive_manifest(progress, placement, fresh)
         chunks = len(manifest.chunks)
         if fresh:
             progress.have = bytearray(chunks)
@@ -84,20 +82,20 @@ class ChunkClient:
             self._receive_chunks(progress, manifest, arena, run)
         self._sock.sendall(frames.REQUEST.pack(frames.DONE, target.epoch, target.version, 0, 0))
 
-    def _receive_manifest(self, progress: Progress, arena: Arena, fresh: bool) -> Manifest:
+    def _receive_manifest(self, progress: Progress, placement: Placement, fresh: bool) -> Manifest:
         target = progress.target
         status, _, length = frames.REPLY.unpack(frames.receive(self._sock, frames.REPLY.size))
         if status == frames.SUPERSEDED:
             if fresh:
                 frames.receive(self._sock, frames.REPLY.size)  # the same answer, about the chunks
             raise Superseded
-        limit = manifests.encoded_limit(arena.layout, target.run)
+        limit = placement.encoded_limit + len(target.run.encode())
         if status != frames.OK or length > limit:
             raise ProtocolError(
                 f"asked for a manifest of at most {limit} bytes, got status {status} and {length} bytes"
             )
         try:
-            manifest = manifests.decode(frames.receive(self._sock, length), arena.layout, target.root)
+            manifest = manifests.decode(frames.receive(self._sock, length), placement, target.root)
             if (manifest.run, manifest.epoch, manifest.version) != (target.run, target.epoch, target.version):
                 raise CorruptChunk(
                     f"the manifest names run {manifest.run!r} epoch {manifest.epoch} version"

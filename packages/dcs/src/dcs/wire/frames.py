@@ -60,8 +60,9 @@ def set_deadlines(sock: socket.socket, seconds: float) -> None:
 
 
 def receive_into(sock: socket.socket, view: memoryview, deadline: float = math.inf) -> None:
-    """Fill `view`. Raises `ConnectionError` at the end of the stream, `BlockingIOError` when nothing came in
-    time.
+    """Fill `view`.
+
+    Raises `ConnectionError` at the end of the stream, `BlockingIOError` when nothing came in time.
     """
     while view.nbytes:
         count = sock.recv_into(view, view.nbytes, socket.MSG_WAITALL)

@@ -86,6 +86,8 @@ class ChunkServer:
         while True:
             try:
                 sock, _ = self._listener.accept()
+            except ConnectionAbortedError:
+                continue  # it hung up before it was accepted
             except OSError:
                 if self._closed:
                     return
