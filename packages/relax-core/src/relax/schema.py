@@ -10,7 +10,11 @@ PARTITION = "train"
 """The partition of the bus that holds training samples."""
 
 MEDIA_PREFIX = "media/"
-"""Tensors of a modality travel as one field each, `media/pixel_values` for one; None for a sample without it.
+"""Tensors of a modality travel as one field each; None for a sample without it."""
+
+MEDIA_FIELDS = (MEDIA_PREFIX + "pixel_values", MEDIA_PREFIX + "image_grid_thw")
+"""What a picture becomes: float32 [patches, patch values] and int64 [images, 3] (time, height, width in
+patches).
 """
 
 

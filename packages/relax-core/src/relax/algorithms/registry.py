@@ -1,8 +1,6 @@
 """Algorithms by name, or by import path for one of your own. Imports torch only to build."""
 
-import difflib
-import importlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +8,7 @@ import msgspec
 
 from relax.algorithms.errors import AlgorithmError
 from relax.algorithms.settings import GRPOSettings
+from relax.registry import Registry, nearest
 
 if TYPE_CHECKING:
     from relax.algorithms.spec import Algorithm
@@ -36,6 +35,7 @@ ENTRIES: dict[str, Entry] = {
     "dapo": Entry(_GRPO, GRPOSettings, {"aggregation": "token", "clip_high": 0.28}),
     "dr_grpo": Entry(_GRPO, GRPOSettings, {"aggregation": "fixed", "normalize_std": False}),
 }
+ALGORITHMS = Registry("algorithm", {name: entry.make for name, entry in ENTRIES.items()}, AlgorithmError)
 
 
 def names() -> list[str]:
@@ -55,7 +55,7 @@ def check(name: str, settings: Mapping[str, Any] | None = None) -> GRPOSettings:
     for key in given:
         if key not in known:
             raise AlgorithmError(
-                f"algorithm {name!r} has no setting {key!r}{_nearest(key, known)}: expected any of "
+                f"algorithm {name!r} has no setting {key!r}{nearest(key, known)}: expected any of "
                 f"{', '.join(known)}"
             )
     try:
@@ -80,10 +80,10 @@ def build(name: str, settings: Mapping[str, Any] | GRPOSettings | None = None) -
 
     if ":" in name:
         keywords = asdict(settings) if isinstance(settings, GRPOSettings) else dict(settings or {})
-        algorithm = _load(name)(**keywords)
+        algorithm = ALGORITHMS.load(name)(**keywords)
     else:
         complete = settings if isinstance(settings, GRPOSettings) else check(name, settings)
-        algorithm = _load(_entry(name).make)(name, complete)
+        algorithm = ALGORITHMS.load(name)(name, complete)
     if not isinstance(algorithm, Algorithm):
         raise AlgorithmError(
             f"algorithm {name!r} made a {type(algorithm).__name__}: expected a "
@@ -93,32 +93,5 @@ def build(name: str, settings: Mapping[str, Any] | GRPOSettings | None = None) -
 
 
 def _entry(name: str) -> Entry:
-    if name not in ENTRIES:
-        raise AlgorithmError(
-            f"algorithm {name!r} is not known{_nearest(name, ENTRIES)}: expected one of "
-            f"{', '.join(ENTRIES)}, or an import "
-            "path like 'my_package.my_module:make_algorithm'"
-        )
+    ALGORITHMS.path(name)
     return ENTRIES[name]
-
-
-def _load(path: str) -> Any:
-    module_name, _, attribute = path.partition(":")
-    try:
-        module = importlib.import_module(module_name)
-    except (ImportError, ValueError) as error:
-        raise AlgorithmError(
-            f"algorithm {path!r}: module {module_name!r} cannot be imported ({error}); install it or set "
-            f"PYTHONPATH"
-        ) from error
-    if not hasattr(module, attribute):
-        raise AlgorithmError(
-            f"algorithm {path!r}: {module_name} has no attribute "
-            f"{attribute!r}{_nearest(attribute, dir(module))}"
-        )
-    return getattr(module, attribute)
-
-
-def _nearest(word: str, known: Iterable[str]) -> str:
-    found = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
-    return f", did you mean {found[0]!r}?" if found else ""

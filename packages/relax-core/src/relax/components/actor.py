@@ -121,6 +121,7 @@ class Actor:
                     await self._in_thread(self._save)
                     saved = step + 1
         except Stopped:
+            await self._in_thread(self._backend.discard_gradient)
             self._reports.add("event", event="stopped", step=self._clock.actor)
         finally:
             await feed.aclose()

@@ -7,6 +7,7 @@ import transferqueue as tq
 from relax import algorithms, schema
 from relax.algorithms.spec import AdvantageInputs, Algorithm
 from relax.backends.train.base import ragged
+from relax.components.assembly import algorithm_settings
 from relax.components.context import RunContext
 from relax.config.run import RunConfig
 from relax.distributed.bus import Bus
@@ -55,7 +56,4 @@ def group_advantages(algorithm: Algorithm, rewards: list[float], masks: list[np.
 
 def algorithm_of(config: RunConfig) -> Algorithm:
     """The run's algorithm, with the settings that were given over its own."""
-    settings = config.algorithm.overrides()
-    if config.algorithm.name == "dr_grpo" or config.algorithm.aggregation == "fixed":
-        settings["max_length"] = config.rollout.max_new_tokens * config.rollout.max_turns
-    return algorithms.build(config.algorithm.name, settings)
+    return algorithms.build(config.algorithm.name, algorithm_settings(config))

@@ -112,6 +112,14 @@ class Environments:
                 await found
 
 
+def algorithm_settings(config: RunConfig) -> dict[str, object]:
+    """What is laid over the named algorithm's own settings."""
+    settings = config.algorithm.overrides()
+    if config.algorithm.name == "dr_grpo" or config.algorithm.aggregation == "fixed":
+        settings["max_length"] = config.rollout.max_new_tokens * config.rollout.max_turns
+    return settings
+
+
 def context_length(context: RunContext) -> int:
     """Tokens of prompt and response together: the configuration's, at most the model's own."""
     import json

@@ -1,8 +1,9 @@
 """Settings of what carries a run: the run folder, the bus, the weights, Ray, checkpoints and logs."""
 
+import re
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from relax.config.base import Settings
 
@@ -12,6 +13,13 @@ class RunSettings(Settings):
     """Name of the run's folder; the configuration's name and the time when not given."""
     root: str = "runs"
     """Folder of the run folders."""
+
+    @field_validator("name")
+    @classmethod
+    def _plain(cls, name: str | None) -> str | None:
+        if name is not None and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name):
+            raise ValueError("a run's name is letters, digits, dots, dashes and underscores, at most 100")
+        return name
 
 
 class QueueSettings(Settings):

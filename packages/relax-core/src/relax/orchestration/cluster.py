@@ -56,12 +56,11 @@ def cluster(config: RunConfig, namespace: str) -> Iterator[None]:
             ),
         )
         serve.start(proxy_location="Disabled", logging_config={"log_level": "WARNING"})
+        logging.getLogger("ray.serve").setLevel(logging.WARNING)
         yield
     finally:
         try:
             if ray.is_initialized():
-                if temporary:
-                    serve.shutdown()
                 ray.shutdown()
         finally:
             if temporary:

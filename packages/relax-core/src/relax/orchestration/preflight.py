@@ -2,11 +2,16 @@
 reward, the environment, the algorithm.
 """
 
-from collections.abc import Mapping, Sequence
+import socket
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from agentic import AgenticError
+
 from relax import algorithms
-from relax.components.assembly import Environments, context_length
+from relax.backends.inference.registry import ENGINES
+from relax.backends.train.registry import BACKENDS
+from relax.components.assembly import Environments, algorithm_settings, context_length
 from relax.components.context import RunContext
 from relax.config import ConfigError, RunConfig
 from relax.engine.prompts import messages_of, read_rows
@@ -18,26 +23,35 @@ PROMPTS_CHECKED = 512
 def preflight(config: RunConfig, context: RunContext) -> None:
     """Raise ConfigError for what would fail later."""
     rows = read_rows(config.data)
-    _check_algorithm(config)
-    try:
-        Environments(config)
-    except (ValueError, LookupError, ImportError, TypeError) as error:
-        raise ConfigError(
-            f"environment = {config.environment.name!r} or reward = {config.reward.name!r}: {error}"
-        ) from error
+    for key, name, lookup in (
+        ("rollout.engine", config.rollout.engine, ENGINES),
+        ("actor.backend", config.actor.backend, BACKENDS),
+    ):
+        _check(f"{key} = {name!r}", lambda lookup=lookup, name=name: lookup.path(name))
+    if ":" not in config.algorithm.name:
+        _check("algorithm", lambda: algorithms.check(config.algorithm.name, algorithm_settings(config)))
+    _check("environment or reward", lambda: Environments(config))
+    for key, port in (("queue.port", config.queue.port), ("weights.port", config.weights.port)):
+        _check_port(key, port)
     _check_prompts(rows, config, context)
 
 
-def _check_algorithm(config: RunConfig) -> None:
-    from relax.algorithms.errors import AlgorithmError
-
-    if ":" in config.algorithm.name:
-        return
-    settings = config.algorithm.overrides()
+def _check(what: str, build: Callable[[], Any]) -> None:
     try:
-        algorithms.check(config.algorithm.name, settings)
-    except AlgorithmError as error:
-        raise ConfigError(f"algorithm: {error}") from error
+        build()
+    except (ValueError, LookupError, ImportError, TypeError, AgenticError) as error:
+        raise ConfigError(f"{what}: {error}") from error
+
+
+def _check_port(key: str, port: int) -> None:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError as error:
+            raise ConfigError(
+                f"{key} = {port}: it cannot be listened on ({error.strerror}); choose another, or 0 for a free one"
+            ) from error
 
 
 def _check_prompts(rows: Sequence[Mapping[str, Any]], config: RunConfig, context: RunContext) -> None:

@@ -1,14 +1,23 @@
 """Every role as its own Ray Serve application."""
 
 import asyncio
+import contextlib
 from typing import Any
 
 from ray import serve
+from ray.exceptions import RayError
+from ray.serve.exceptions import RayServeException
 
 from relax.components.context import RunContext
 from relax.orchestration.launcher import Poll, RoleFailed, WorkerStatus
 from relax.orchestration.plan import SERVICE_CPUS, Plan
 from relax.orchestration.service import RoleService, ServiceStatus
+
+ANSWER_SECONDS = 60.0
+"""A deployment that has not said for so long how it fares counts as dead."""
+
+END_SECONDS = 10.0
+"""Longest tidy end of a role's workers."""
 
 
 class RayLauncher:
@@ -53,22 +62,41 @@ class RayLauncher:
         return poll
 
     async def _status(self, role: str) -> ServiceStatus:
-        status: ServiceStatus = await self._handles[role].status.remote()
+        try:
+            async with asyncio.timeout(ANSWER_SECONDS):
+                status: ServiceStatus = await self._handles[role].status.remote()
+        except TimeoutError:
+            return _lost(role, f"the deployment of {role} has not answered for {ANSWER_SECONDS:g} s")
+        except (RayError, RayServeException) as error:
+            return _lost(role, f"the deployment of {role} died: {error}")
         known = self._incarnations.setdefault(role, status.incarnation)
         if status.incarnation != known:
-            lost = WorkerStatus(role, "failed", f"the deployment of {role} died and its workers with it")
-            return ServiceStatus(known, [lost], [])
+            return _lost(role, f"the deployment of {role} died and its workers with it")
         return status
 
     async def stop(self) -> None:
         for role in ("rollout", "actor"):
             try:
                 await self._handles[role].stop.remote()
-            except Exception as error:
+            except (RayError, RayServeException) as error:
                 raise RoleFailed(f"{role} could not be asked to stop: {error}") from error
 
     async def close(self) -> None:
-        if self._handles:
-            self._handles = {}
-            names = [self._name(role.name) for role in self._plan.roles]
-            await asyncio.gather(*(asyncio.to_thread(serve.delete, name, _blocking=False) for name in names))
+        handles, self._handles = self._handles, {}
+        ending = [asyncio.ensure_future(_end(handle)) for handle in handles.values()]
+        if ending:
+            await asyncio.wait(ending, timeout=2 * END_SECONDS)
+        for task in ending:
+            task.cancel()
+        if self._context.config.ray.address is not None:  # an embedded Ray takes its applications with it
+            for role in handles:
+                await asyncio.to_thread(serve.delete, self._name(role), _blocking=False)
+
+
+async def _end(handle: Any) -> None:
+    with contextlib.suppress(RayError, RayServeException):  # one that is dead has nothing left to let go of
+        await handle.end.remote(END_SECONDS)
+
+
+def _lost(role: str, why: str) -> ServiceStatus:
+    return ServiceStatus("", [WorkerStatus(role, "failed", why)], [])

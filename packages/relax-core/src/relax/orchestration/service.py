@@ -81,6 +81,13 @@ class RoleService:
         if self._states[name].state in ("starting", "running"):
             await self._workers[name].stop.remote()
 
+    async def end(self, timeout: float) -> None:
+        """Stop every worker and wait until they have let go of what they hold."""
+        for name, worker in self._workers.items():
+            if self._states[name].state in ("starting", "running"):
+                worker.stop.remote()
+        await asyncio.wait(self._watchers, timeout=timeout)
+
     async def pids(self) -> dict[str, int]:
         """Process ids of the workers."""
         return {name: await worker.pid.remote() for name, worker in self._workers.items()}

@@ -76,6 +76,10 @@ class TrainBackend(Protocol):
         """Scale the accumulated gradient once, clip, step, zero it."""
         ...
 
+    def discard_gradient(self) -> None:
+        """Forget the accumulated gradient: the step at hand is given up."""
+        ...
+
     def supervised_step(self, batch: Packed, lr: float) -> float:
         """One step of cross-entropy on the tokens `loss_mask` marks, before RL; returns the mean loss."""
         ...

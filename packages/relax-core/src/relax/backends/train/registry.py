@@ -3,39 +3,29 @@
 A backend is a callable `(folder, *, settings, dtype, device, seed, torch_threads) -> TrainBackend`.
 """
 
-import difflib
-import importlib
 from collections.abc import Callable
-from typing import cast
+from typing import TYPE_CHECKING
 
-from relax.backends.train.base import TrainBackend
 from relax.backends.train.errors import UnknownBackendError
+from relax.registry import Registry
 
-BACKENDS: dict[str, str] = {"torch_native": "relax.backends.train.torch_native:TorchNative"}
-"""Name -> import path; imported when asked for, as a backend pulls its framework in."""
+if TYPE_CHECKING:  # a name can be looked up without torch
+    from relax.backends.train.base import TrainBackend
+
+BACKENDS = Registry(
+    "training backend", {"torch_native": "relax.backends.train.torch_native:TorchNative"}, UnknownBackendError
+)
 
 
-def train_backend(name: str) -> Callable[..., TrainBackend]:
+def train_backend(name: str) -> "Callable[..., TrainBackend]":
     """The backend of a registered name, or of an import path `package.module:attribute`.
 
     Raises:
         UnknownBackendError: neither leads to a callable.
     """
-    path = BACKENDS.get(name, name)
-    module_name, colon, attribute = path.partition(":")
-    if not colon:
-        close = difflib.get_close_matches(name, BACKENDS, n=1)
-        meant = f"did you mean {close[0]!r}? " if close else ""
+    found = BACKENDS.load(name)
+    if not callable(found):
         raise UnknownBackendError(
-            f"no training backend is called {name!r}; {meant}known: {sorted(BACKENDS)}, or an import path "
-            f"'package.module:attribute'"
+            f"training backend {name!r} is a {type(found).__name__}, which cannot be called"
         )
-    try:
-        found = getattr(importlib.import_module(module_name), attribute)
-    except (ImportError, AttributeError) as error:
-        raise UnknownBackendError(f"training backend {name!r} cannot be imported: {error}") from error
-    if callable(found):
-        return cast("Callable[..., TrainBackend]", found)
-    raise UnknownBackendError(
-        f"training backend {name!r} is a {type(found).__name__}, which cannot be called"
-    )
+    return found

@@ -172,6 +172,12 @@ class TorchNative:
         self._steps += not skipped
         return StepStats(grad_norm=norm, lr=lr, skipped=skipped)
 
+    def discard_gradient(self) -> None:
+        """Forget what `forward_backward` has accumulated since the last step; nothing where there is nothing."""
+        for parameter in self._parameters.values():
+            parameter.grad = None
+        self._accumulated = 0
+
     def supervised_step(self, batch: Packed, lr: float) -> float:
         """One AdamW step at `lr` on cross-entropy of the tokens `loss_mask` marks; returns the mean.
 

@@ -1,23 +1,26 @@
 """Rewards by name, or by import path for one of your own."""
 
-import difflib
-import importlib
 import inspect
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, get_type_hints
 
 import msgspec
 
 from relax.engine.rewards.base import Reward, RewardError, RewardInput, Score
 from relax.engine.rewards.mixture import Mixture
+from relax.registry import Registry, nearest
 
-PATHS: dict[str, str] = {
-    "char_share": "relax.engine.rewards.char_share:CharShare",
-    "exact_match": "relax.engine.rewards.exact_match:ExactMatch",
-    "math": "relax.engine.rewards.math:MathReward",
-    "mixture": "relax.engine.rewards.registry:build_mixture",
-}
-"""Name -> "module:attribute" of what makes the reward from its settings."""
+REWARDS = Registry(
+    "reward",
+    {
+        "char_share": "relax.engine.rewards.char_share:CharShare",
+        "exact_match": "relax.engine.rewards.exact_match:ExactMatch",
+        "math": "relax.engine.rewards.math:MathReward",
+        "mixture": "relax.engine.rewards.registry:build_mixture",
+    },
+    RewardError,
+)
+"""Name -> what makes the reward from its settings."""
 
 
 class FunctionReward:
@@ -37,7 +40,7 @@ class FunctionReward:
 
 def names() -> list[str]:
     """The registered names."""
-    return list(PATHS)
+    return list(REWARDS.entries)
 
 
 def build(name: str, settings: Mapping[str, Any] | None = None) -> Reward:
@@ -53,12 +56,7 @@ def build(name: str, settings: Mapping[str, Any] | None = None) -> Reward:
             fit, or an import path that cannot be imported or makes no reward.
     """
     given = dict(settings or {})
-    if ":" not in name and name not in PATHS:
-        raise RewardError(
-            f"reward {name!r} is not known{_nearest(name, PATHS)}: expected one of {', '.join(PATHS)}, or an "
-            "import path like 'my_package.rewards:score'"
-        )
-    make = _load(name, PATHS.get(name, name))
+    make = REWARDS.load(name)
     if inspect.iscoroutinefunction(make):
         _check_settings(name, make, given, skip=1)
         return FunctionReward(make, given)
@@ -67,7 +65,7 @@ def build(name: str, settings: Mapping[str, Any] | None = None) -> Reward:
             f"reward {name!r} is a {type(make).__name__}: expected an async function or a class"
         )
     _check_settings(name, make, given, skip=0)
-    if name in PATHS:
+    if name in REWARDS.entries:
         given = _convert(name, make, given)
     reward: Any = make(**given)
     if not inspect.iscoroutinefunction(type(reward).__call__) or not isinstance(
@@ -87,29 +85,13 @@ def build_mixture(rewards: Sequence[Mapping[str, Any]]) -> Mixture:
         for key in item:
             if key not in ("reward", "weight", "settings"):
                 raise RewardError(
-                    f"mixture: {key!r} in {dict(item)}{_nearest(key, ('reward', 'weight', 'settings'))}: "
+                    f"mixture: {key!r} in {dict(item)}{nearest(key, ('reward', 'weight', 'settings'))}: "
                     "expected reward, weight and settings"
                 )
         if not isinstance(item.get("reward"), str) or not isinstance(item.get("weight"), int | float):
             raise RewardError(f"mixture: {dict(item)}: expected a `reward` by name and a number as `weight`")
         built.append((float(item["weight"]), build(item["reward"], item.get("settings"))))
     return Mixture(built)
-
-
-def _load(name: str, path: str) -> Any:
-    module_name, _, attribute = path.partition(":")
-    try:
-        module = importlib.import_module(module_name)
-    except (ImportError, ValueError) as error:
-        raise RewardError(
-            f"reward {name!r}: module {module_name!r} cannot be imported ({error}); install it or set "
-            "PYTHONPATH"
-        ) from error
-    if not hasattr(module, attribute):
-        raise RewardError(
-            f"reward {name!r}: {module_name} has no attribute {attribute!r}{_nearest(attribute, dir(module))}"
-        )
-    return getattr(module, attribute)
 
 
 def _check_settings(name: str, make: Callable[..., Any], given: Mapping[str, Any], *, skip: int) -> None:
@@ -119,7 +101,7 @@ def _check_settings(name: str, make: Callable[..., Any], given: Mapping[str, Any
         for key in given:
             if key not in known:
                 raise RewardError(
-                    f"reward {name!r} has no setting {key!r}{_nearest(key, known)}: expected any of "
+                    f"reward {name!r} has no setting {key!r}{nearest(key, known)}: expected any of "
                     f"{', '.join(known) or 'none'}"
                 )
     for parameter in parameters:
@@ -138,8 +120,3 @@ def _convert(name: str, make: Callable[..., Any], given: Mapping[str, Any]) -> d
         except msgspec.ValidationError as error:
             raise RewardError(f"reward {name!r}: {key}={value!r}: {error}") from error
     return converted
-
-
-def _nearest(word: str, known: Iterable[str]) -> str:
-    found = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
-    return f", did you mean {found[0]!r}?" if found else ""
