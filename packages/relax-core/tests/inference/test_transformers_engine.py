@@ -23,6 +23,7 @@ from relax.backends.inference.errors import (
 from relax.backends.inference.log import EngineLog
 from relax.backends.inference.registry import engine_class
 from relax.backends.inference.transformers_engine import TransformersEngine
+from relax.backends.models import build_model
 from torch import nn
 
 
@@ -238,6 +239,23 @@ async def test_close_leaves_no_thread(start_transformers, make_request, collect)
 def test_arguments_out_of_range_are_refused_by_name(text_oracle, options, message):
     with pytest.raises(EngineError, match=message):
         TransformersEngine(text_oracle.folder, **options)
+
+
+async def test_bfloat16_agrees_with_a_bfloat16_forward_to_its_precision(text_oracle, make_request, collect):
+    requests = [make_request(f"r{n}", seed=2**64 - 1 - n, length=5 + n) for n in range(4)]
+    model = build_model(text_oracle.folder, "bfloat16", seed=2)
+    engine = TransformersEngine(text_oracle.folder, version=0, seed=2, dtype="bfloat16")
+    try:
+        answers = await collect(engine, requests)
+    finally:
+        await engine.close()
+    for request in requests:
+        answer = answers[request.id]
+        tokens = torch.from_numpy(np.concatenate([request.tokens, answer.tokens]).astype(np.int64))[None]
+        with torch.inference_mode():
+            each = torch.log_softmax(model(input_ids=tokens).logits[0].float() / 0.8, dim=-1).numpy()
+        expected = each[len(request.tokens) - 1 : -1][np.arange(16), answer.tokens]
+        assert np.abs(expected - answer.logprobs).max() < 0.03
 
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen2"])

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 ATTENTION = "sdpa"
-"""On a CPU `sdpa` beats `eager`, for one new token of 64 rows and for whole sequences alike."""
+"""On a CPU as fast as `eager` for 50 tokens, and 2 to 4 times as fast for 400, backward included."""
 
 
 class ModelFolderError(ValueError):

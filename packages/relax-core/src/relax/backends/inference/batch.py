@@ -8,7 +8,7 @@ the number of rows; Python looks at single rows only when they come and go.
 from collections.abc import Sequence
 
 import numpy as np
-from agentic import Generation, GenerationRequest
+from agentic import FinishReason, Generation, GenerationRequest
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -169,14 +169,14 @@ class RunningBatch:
         if count > start:
             spans.append((self.version, start, count))
 
-    def _finish(self, row: int, reason: str) -> FinishedGeneration:
+    def _finish(self, row: int, reason: FinishReason) -> FinishedGeneration:
         self._close_span(row)
         count = int(self._counts[row])
         generation = Generation(
             tokens=self._tokens[row, :count].copy(),
             logprobs=self._logprobs[row, :count].copy(),
             spans=self._spans[row],
-            finish_reason=reason,  # pyright: ignore[reportArgumentType]
+            finish_reason=reason,
         )
         return FinishedGeneration(self.requests[row].id, generation)
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from agentic import GenerationRequest
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from relax.backends.inference.errors import EngineError, InvalidRequest, InvalidUpdate
 from relax.backends.inference.slots import ATTENTION, SlotCache
@@ -73,7 +73,8 @@ class Network:
         self.device = torch.device(device)
         self._dtype = torch_dtype(dtype)
         self._model = build_model(folder, self._dtype, weights=weights, seed=seed, attention=ATTENTION)
-        self._model.requires_grad_(False).to(self.device)  # pyright: ignore[reportArgumentType]
+        self._model.requires_grad_(False)
+        nn.Module.to(self._model, self.device)
         text = text_config(self._model.config)
         kinds = set(getattr(text, "layer_types", None) or ()) - {"full_attention"}
         if kinds:
