@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 
 import dcs
+import numpy as np
 import pytest
 import torch
 import zmq
@@ -94,6 +95,9 @@ def test_old_and_repeated_versions_are_refused(publish_to):
         with pytest.raises(dcs.StaleVersion, match=f"version {version} is"):
             publisher.publish(version, TENSORS)
     assert publisher.publish(6, TENSORS).done
+    assert publisher.publish(np.int64(7), TENSORS).done  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError):
+        publisher.publish("8", TENSORS)  # pyright: ignore[reportArgumentType]
 
 
 def test_a_restarted_publisher_has_a_new_epoch_and_fences_the_old_one(publish_to, subscribe):
@@ -276,6 +280,15 @@ def test_a_lost_coordinator_is_no_error_for_next_but_for_health(stack, eventuall
         with dcs.Publisher(again.address, layout=layout) as publisher:
             publisher.publish(0, TENSORS)
             assert subscriber.fetch(timeout=10).keys() == TENSORS.keys()
+
+
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [("", dcs.ProtocolError), ("x" * 300, dcs.ProtocolError), (7, dcs.ProtocolError), (object(), TypeError)],
+)
+def test_a_name_that_cannot_be_one_fails_its_caller_at_once(coordinator, name, error):
+    with pytest.raises(error, match=r"Expected `str`|unsupported"):
+        dcs.Subscriber(coordinator.address, name=name, layout=dcs.layout.of(TENSORS))
 
 
 def test_ranks_that_are_not_all_of_the_model_are_refused(coordinator):

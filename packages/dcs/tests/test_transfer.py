@@ -199,7 +199,7 @@ def test_a_failed_apply_takes_the_subscriber_out_of_the_run_and_says_so(publish_
     publisher, subscriber = publish_to(tensors), subscribe(tensors)
 
     def apply(staged: dcs.Staged) -> None:
-        raise RuntimeError("no room")
+        raise RuntimeError("no room \udcff")
 
     follower = subscriber.follow(apply)
     gone = publisher.publish(0, tensors).wait(10).gone

@@ -69,7 +69,7 @@ class Link:
         self._requests = itertools.count(1)
         self._lock = threading.Lock()
         self._waiting: dict[int, Future[Joined | Announced]] = {}
-        self._outbox: deque[FromMember] = deque()
+        self._outbox: deque[list[bytes]] = deque()  # encoded, so that what cannot be fails its caller
         self._join: Join | None = None
         self._member = 0  # 0: not joined now
         self._is_member = threading.Event()
@@ -125,7 +125,7 @@ class Link:
         """Offer a version again, without waiting for the answer, as a publisher that joined again does."""
         request = next(self._requests)
         with self._lock:
-            self._outbox.append(Announce(request, self._member, epoch, version, root))
+            self._outbox.append(encode(Announce(request, self._member, epoch, version, root)))
         self._signal()
 
     def await_membership(self, timeout: float) -> bool:
@@ -137,17 +137,18 @@ class Link:
         with self._lock:
             self._acked = acked
             if self._member:
-                self._outbox.append(Heartbeat(self._member, acked))
+                self._outbox.append(encode(Heartbeat(self._member, acked)))
         self._signal()
 
     def close(self, reason: str = "") -> None:
         """Leave, with a reason for the publisher to see, and release everything. May be called twice."""
+        reason = reason[:512].encode(errors="replace").decode()  # it may quote anything
         with self._lock:
             if self._closing:
                 return
             self._closing = True
             if self._member:
-                self._outbox.append(Leave(self._member, reason[:512]))
+                self._outbox.append(encode(Leave(self._member, reason)))
             os.eventfd_write(self._wake, 1)
         self._thread.join()
         self._context.term()
@@ -166,7 +167,7 @@ class Link:
         with self._lock:
             if self._closing:
                 raise Closed("this member was closed")
-            self._outbox.append(message)
+            self._outbox.append(encode(message))
         self._signal()
         try:
             return future.result(timeout)
@@ -208,10 +209,10 @@ class Link:
     def _beat(self, now: float) -> None:
         with self._lock:
             if self._member:
-                self._outbox.append(Heartbeat(self._member, self._acked))
+                self._outbox.append(encode(Heartbeat(self._member, self._acked)))
             elif self._join is not None and now - self._rejoined > self._lease_seconds:
                 self._rejoined = now
-                self._outbox.append(self._join)
+                self._outbox.append(encode(self._join))
         if not self._lost and now - self._heard > self._lease_seconds:
             self._lose(f"the coordinator at {self.address} was not heard for {now - self._heard:.1f} s")
 
@@ -227,9 +228,9 @@ class Link:
             with self._lock:
                 if not self._outbox:
                     return self._closing
-                message = self._outbox.popleft()
+                frames = self._outbox.popleft()
             try:
-                self._socket.send_multipart(encode(message), zmq.NOBLOCK)
+                self._socket.send_multipart(frames, zmq.NOBLOCK)
             except zmq.Again:
                 # A full queue means a coordinator that is gone; heartbeats and requests repeat or time out.
                 return self._closing
@@ -265,7 +266,7 @@ class Link:
                     self._member = 0
                     if message.rejoin and self._join is not None:
                         self._rejoined = time.monotonic()
-                        self._outbox.append(self._join)
+                        self._outbox.append(encode(self._join))
                     else:
                         self._join = None
             case Goodbye():

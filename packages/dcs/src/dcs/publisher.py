@@ -1,5 +1,6 @@
 """The side that trains: freezes a version into a staging buffer, announces it, and serves it."""
 
+import operator
 import threading
 import time
 from collections.abc import Mapping
@@ -115,6 +116,7 @@ class Publisher:
         After an error nothing of it is served, and the version may be published again.
         """
         check(tensors, self.layout)
+        version = operator.index(version)
         with self._publishing:
             self._raise_if_unusable()
             self._require_newer(version)
