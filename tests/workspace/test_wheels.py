@@ -4,6 +4,7 @@ import re
 import shutil
 import subprocess
 import tomllib
+import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -139,6 +140,14 @@ def test_the_wheel_alone_imports_and_its_readme_example_runs(
     assert example, f"{installed.source.name}/README.md has no ```python block to run"
     (tmp_path / "example.py").write_text(example[1])
     installed.run("example.py", cwd=tmp_path, timeout=300)
+
+
+def test_every_wheel_carries_the_licence(wheels: Wheels) -> None:
+    licence = (ROOT / "LICENSE").read_bytes()
+    for wheel in wheels.folder.glob("*.whl"):
+        with zipfile.ZipFile(wheel) as archive:
+            (name,) = (name for name in archive.namelist() if name.endswith("/licenses/LICENSE"))
+            assert archive.read(name) == licence, wheel.name
 
 
 @pytest.mark.slow
