@@ -1,5 +1,6 @@
 """Life and death of the processes of a store. Every one here is real."""
 
+import gc
 import os
 import select
 import signal
@@ -14,6 +15,7 @@ import numpy as np
 import psutil
 import pytest
 import transferqueue as tq
+from transferqueue import launch
 from transferqueue.launch import parse_bytes
 
 Eventually = Callable[[Callable[[], bool]], None]
@@ -218,6 +220,36 @@ def test_the_leases_of_a_killed_consumer_lapse() -> None:
         )
         assert (consumer.stdout.strip(), consumer.returncode) == ("3", -signal.SIGKILL)
         assert part.fetch("t", 3, timeout=20).ids.tolist() == ids.tolist()
+
+
+WAITING_CONSUMER = """
+import sys, transferqueue as tq
+tq.connect(sys.argv[1]).partition("p").fetch("t", 1, timeout=60)
+"""
+
+
+def test_a_killed_consumer_gets_nothing_any_more(eventually: Eventually) -> None:
+    with tq.serve(1) as server, tq.connect(server) as queue:
+        part = queue.partition("p", tasks={"t": ["x"]})
+        consumer = subprocess.Popen([sys.executable, "-c", WAITING_CONSUMER, server.address])
+        eventually(lambda: queue.stats()["waiting_fetches"] == 1)
+        address = ("127.0.0.1", int(server.address.rpartition(":")[2]))
+        consumer.kill()
+        consumer.wait(20)
+        connections = psutil.Process(server.processes[0].pid).net_connections
+        eventually(lambda: sum(c.laddr == address and c.status == "ESTABLISHED" for c in connections()) == 1)
+        part.put({"x": np.arange(1)})
+        assert part.fetch("t", 1, timeout=20, lease_seconds=600)["x"].values.tolist() == [0]
+        assert queue.stats()["waiting_fetches"] == 0
+
+
+def test_a_store_nobody_refers_to_goes_on() -> None:
+    address = tq.serve(1).address
+    gc.collect()
+    with tq.connect(address) as queue:
+        assert queue.stats()["partitions"] == {}
+    [server] = [server for server in launch._running if server.address == address]
+    server.close()
 
 
 def start_cli(*arguments: str, token: str | None = None) -> tuple["subprocess.Popen[str]", str]:

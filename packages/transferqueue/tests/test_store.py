@@ -319,6 +319,41 @@ def test_closing_a_client_returns_its_leases(store: tq.Server, queue: tq.Client,
         other.partition(name)
 
 
+def test_what_cannot_be_sent_is_named_and_the_client_goes_on(queue: tq.Client, name: str) -> None:
+    part = queue.partition(name, tasks={"t": ["x"]})
+    for call in (
+        lambda: part.put({"x": np.arange(1)}, groups=["\ud800"]),
+        lambda: part.put({"x": np.arange(1)}, version=1 << 63),
+        lambda: part.put({"x": np.arange(1)}, priority=[-(1 << 64)]),
+        lambda: part.put({"x": np.arange(2)}, version=[1]),
+        lambda: part.put({"x": np.arange(2)}, groups=["g"]),
+        lambda: part.fetch("t", 1, max_priority=1 << 70),
+        lambda: part.fetch("t", 0),
+        lambda: part.fetch("t", 1, lease_seconds=0),
+        lambda: part.close_group("g", 1, tombstones=2),
+        lambda: part.update([1, 1], {"x": np.arange(2)}),
+    ):
+        with pytest.raises(tq.InvalidArgument):
+            call()
+    assert queue.stats()["partitions"][name]["reserved_samples"] == 0
+    part.put({"x": np.arange(1)}, timeout=float("inf"))
+    assert len(part.fetch("t", 1, timeout=float("inf"), lease_seconds=1e300)) == 1
+
+
+def test_a_batch_keeps_its_client_and_the_last_reference_closes_it(
+    store: tq.Server, queue: tq.Client, name: str
+) -> None:
+    part = queue.partition(name, tasks={"t": ["x"]})
+    part.put({"x": np.arange(2)})
+    batch = tq.connect(store).partition(name).fetch("t", 1)
+    batch.ack()
+    batch = tq.connect(store).partition(name).fetch("t", 1)
+    del batch
+    assert len(part.fetch("t", 1, timeout=20)) == 1
+    links = [thread for thread in threading.enumerate() if thread.name == "transferqueue-link"]
+    assert len(links) == 1
+
+
 def test_many_threads_share_a_client(queue: tq.Client, name: str) -> None:
     part = queue.partition(name, tasks={"t": ["x"]}, max_samples=64)
     seen: list[int] = []

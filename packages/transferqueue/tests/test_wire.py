@@ -109,6 +109,7 @@ def test_bytes_that_are_no_message_are_refused_and_disturb_nobody(
                 [msgspec.msgpack.encode([1, 0, 1e300, ["ReadStats"]])],
                 [msgspec.msgpack.encode([1, 0, float("nan"), ["ReadStats"]])],
                 [b"\x91" * 100_000],
+                [b"\x94\x01\x00\xcb" + bytes(8) + b"\x93\xa4Read\xdd\xff\xff\xff\xff"],
             ):
                 assert failure(peer.say(*junk)) == "Malformed", junk
             assert failure(peer.ask(1, ReadStats())) == "HelloRequired"

@@ -3,13 +3,14 @@ described there.
 """
 
 import asyncio
+import weakref
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
 import numpy as np
 
-from .calls import Ledger, PartitionCalls, Servers, run_async
+from .calls import Ledger, PartitionCalls, Servers, goodbye, run_async
 from .client import _CONTROL_TIMEOUT, Samples, open_link
 from .columns import Column
 from .encode import Fields, Shared
@@ -47,6 +48,7 @@ class AsyncClient:
     def __init__(self, servers: Servers) -> None:
         self._servers = servers
         self._closed = False
+        self._finish = weakref.finalize(servers, servers.link.close)  # if nobody closes it
 
     @property
     def address(self) -> str:
@@ -75,7 +77,7 @@ class AsyncClient:
             return
         self._closed = True
         try:
-            await run_async(self._servers.link, self._servers.goodbye())
+            await run_async(self._servers.link, goodbye(self._servers.controller))
         except QueueError:
             return  # a store that is gone needs no goodbye
         finally:

@@ -6,6 +6,7 @@ these.
 """
 
 import asyncio
+import threading
 import time
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from concurrent.futures import Future
@@ -76,8 +77,9 @@ def run[T](link: Link, steps: Steps[T]) -> T:
             exchanges = steps.throw(failure) if failure is not None else steps.send(answers)  # type: ignore[arg-type]
         except StopIteration as finished:
             return finished.value
-        pending = _submit(link, exchanges)
+        pending: list[Pending] = []
         try:
+            _submit(link, exchanges, pending)
             answers, failure = [one.future.result(_patience(one)) for one in pending], None
         except QueueError as error:
             failure = error
@@ -96,8 +98,9 @@ async def run_async[T](link: Link, steps: Steps[T]) -> T:
             exchanges = steps.throw(failure) if failure is not None else steps.send(answers)  # type: ignore[arg-type]
         except StopIteration as finished:
             return finished.value
-        pending = _submit(link, exchanges)
+        pending: list[Pending] = []
         try:
+            _submit(link, exchanges, pending)
             answers, failure = [await asyncio.wrap_future(one.future) for one in pending], None
         except QueueError as error:
             failure = error
@@ -107,12 +110,12 @@ async def run_async[T](link: Link, steps: Steps[T]) -> T:
             raise
 
 
-def _submit(link: Link, exchanges: list[Exchange]) -> list[Pending]:
+def _submit(link: Link, exchanges: list[Exchange], pending: list[Pending]) -> None:
     now = time.monotonic()
-    return [
+    pending.extend(
         link.submit(one.peer, one.body, one.payload, timeout=max(0.0, one.deadline - now))
         for one in exchanges
-    ]
+    )
 
 
 def _patience(pending: Pending) -> float:
@@ -155,16 +158,21 @@ class Loan:
 
 
 class Servers:
-    """A client's controller and, as they are needed, its storage units."""
+    """A client's controller and, as they are needed, its storage units.
+
+    Lives as long as anything of the client does, and is closed with it: nothing of the link refers back to it.
+    """
 
     def __init__(self, link: Link, address: str) -> None:
         self.link = link
         self.address = address
-        self.controller = link.peer("the controller", address, self._controller_lost)
+        self.controller = link.peer(
+            "the controller",
+            address,
+            lambda why: ControllerLost(f"the controller at {address} {why}", address=address),
+        )
         self._units: dict[int, Peer] = {}
-
-    def _controller_lost(self, why: str) -> QueueError:
-        return ControllerLost(f"the controller at {self.address} {why}", address=self.address)
+        self._connecting = threading.Lock()
 
     @property
     def addresses(self) -> list[UnitAddress]:
@@ -173,26 +181,28 @@ class Servers:
 
     def unit(self, number: int) -> Peer:
         """The storage unit of that number, connected to when first asked for."""
-        if number not in self._units:
-            known = {unit.number: unit for unit in self.addresses}
-            if number not in known:
-                raise UnknownSample(
-                    f"there is no storage unit {number}; the ids are not of this store", ids=[]
-                )
-            host = known[number].host
-            if host in ("0.0.0.0", "::"):  # listens everywhere: reach it as we reach the controller
-                host = self.address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
-            address = f"tcp://{f'[{host}]' if ':' in host else host}:{known[number].port}"
+        with self._connecting:
+            if number not in self._units:
+                self._units[number] = self._connect(number)
+            return self._units[number]
 
-            def lost(why: str) -> QueueError:
-                return StorageLost(
-                    f"storage unit {number} at {address} {why}; the samples it held are lost",
-                    unit=number,
-                    address=address,
-                )
+    def _connect(self, number: int) -> Peer:
+        known = {unit.number: unit for unit in self.addresses}
+        if number not in known:
+            raise UnknownSample(f"there is no storage unit {number}; the ids are not of this store", ids=[])
+        host = known[number].host
+        if host in ("0.0.0.0", "::"):  # listens everywhere: reach it as we reach the controller
+            host = self.address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+        address = f"tcp://{f'[{host}]' if ':' in host else host}:{known[number].port}"
 
-            self._units[number] = self.link.peer(f"storage unit {number}", address, lost)
-        return self._units[number]
+        def lost(why: str) -> QueueError:
+            return StorageLost(
+                f"storage unit {number} at {address} {why}; the samples it held are lost",
+                unit=number,
+                address=address,
+            )
+
+        return self.link.peer(f"storage unit {number}", address, lost)
 
     def stats(self, timeout: float) -> Steps[dict[str, Any]]:
         deadline = time.monotonic() + timeout
@@ -217,9 +227,11 @@ class Servers:
             self, name, opened.partition, {task: tuple(f) for task, f in opened.tasks.items()}
         )
 
-    def goodbye(self) -> Steps[None]:
-        if self.controller.failed is None and self.controller.down_since is None:
-            yield [Exchange(self.controller, Goodbye(), time.monotonic() + 1.0)]
+
+def goodbye(controller: Peer) -> Steps[None]:
+    """Returns the leases of this client, if the controller can be reached."""
+    if controller.failed is None and controller.down_since is None:
+        yield [Exchange(controller, Goodbye(), time.monotonic() + 1.0)]
 
 
 class PartitionCalls:
@@ -434,11 +446,14 @@ def _samples(ids: Sequence[int]) -> list[int]:
 
 
 def _each(name: str, values: int | Sequence[int], rows: int) -> int | list[int]:
+    numbers = [int(values)] if isinstance(values, int | np.integer) else [int(value) for value in values]
+    if any(not -(1 << 63) <= number < 1 << 63 for number in numbers):
+        raise InvalidArgument(f"a {name} is beyond 64 bits")
     if isinstance(values, int | np.integer):
-        return int(values)
-    if len(values) != rows:
-        raise InvalidArgument(f"{len(values)} values of {name} for {rows} samples")
-    return [int(value) for value in values]
+        return numbers[0]
+    if len(numbers) != rows:
+        raise InvalidArgument(f"{len(numbers)} values of {name} for {rows} samples")
+    return numbers
 
 
 def _split(

@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from .calls import Ledger, Loan, PartitionCalls, Servers, first_welcome, run
+from .calls import Ledger, Loan, PartitionCalls, Servers, first_welcome, goodbye, run
 from .columns import Column
 from .encode import Fields, Shared
 from .errors import Closed, QueueError, StaleLease
 from .launch import Server, parse_bytes
-from .link import Link
+from .link import Link, Peer
 from .samplers import Sampler
 
 _CONTROL_TIMEOUT = 30.0
@@ -57,21 +57,25 @@ def open_link(address: "str | Server", token: str | None, patience: float) -> tu
     return link, Servers(link, address)
 
 
-def _leave(servers: Servers) -> None:
+def _leave(link: Link, controller: Peer) -> None:
     try:
-        run(servers.link, servers.goodbye())
+        if not link.is_own_thread():  # which could not wait for the answer
+            run(link, goodbye(controller))
     except QueueError:
         return  # a store that is gone needs no goodbye
     finally:
-        servers.link.close()
+        link.close()
 
 
 class Client:
-    """A connection to a store; made by `connect`. A context manager that closes it."""
+    """A connection to a store; made by `connect`. A context manager that closes it.
+
+    It also closes when neither it nor a partition or batch of it is referred to any more, or the program ends.
+    """
 
     def __init__(self, servers: Servers) -> None:
         self._servers = servers
-        self._finish = weakref.finalize(self, _leave, servers)
+        self._finish = weakref.finalize(servers, _leave, servers.link, servers.controller)
 
     @property
     def address(self) -> str:
@@ -249,7 +253,7 @@ class Partition:
 
     def update(self, ids: Sequence[int] | np.ndarray, fields: Fields, *, timeout: float = 60.0) -> None:
         """Writes more fields of samples; what they complete becomes ready. A field written again takes the
-        new value.
+        new value. One that raises has made nothing ready; repeat it, as some values may be written.
 
         Raises:
             UnknownSample: a sample is acked by every task, dropped, or was never put.

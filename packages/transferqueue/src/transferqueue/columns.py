@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from .errors import InvalidArgument
+from .errors import InvalidArgument, SchemaMismatch
 
 _WIDTHS = {"int": (8, 16, 32, 64), "uint": (8, 16, 32, 64), "float": (16, 32, 64), "complex": (64, 128)}
 NUMERIC = frozenset(["bool", *(f"{kind}{bits}" for kind, widths in _WIDTHS.items() for bits in widths)])
@@ -268,6 +268,14 @@ def gather(pieces: Sequence[Run], spec: FieldSpec | None = None) -> ColumnPlan:
         spec = next(
             (column.spec for column, _, _ in pieces if column.spec.dtype != "none"), FieldSpec("none")
         )
+    for column, _, _ in pieces:
+        if column.spec != spec and column.spec.dtype != "none":
+            raise SchemaMismatch(
+                f"rows of {column.spec} and of {spec} cannot be joined; the field was updated with both",
+                field="",
+                got=str(column.spec),
+                expected=str(spec),
+            )
     if any(column.index is not None for column, _, _ in pieces):
         return _gather_shared(pieces, spec)
     parts: list[np.ndarray] = []

@@ -11,7 +11,6 @@ from itertools import count
 from typing import Any
 
 from .errors import (
-    Closed,
     Full,
     InvalidArgument,
     QueueError,
@@ -427,7 +426,7 @@ class ControllerService:
                 f"{wanted.max_priority}, min_version: {wanted.min_version})",
                 ready=ready,
             )
-        except (Timeout, Closed) as error:
+        except QueueError as error:
             call.fail(error)
 
     def _wake_fetches(self, shelving: Shelving, now: float) -> None:
@@ -456,6 +455,15 @@ class ControllerService:
         self._timers.run(now)
         for shelving in self._by_number:
             shelving.partition.lapse(now)
+        while self._follow_up(now):
+            pass
+        times = [self._timers.heap[0][0]] if self._timers.heap else []
+        times.extend(t for t in (s.partition.next_lapse() for s in self._by_number) if t is not None)
+        return min(times) if times else None
+
+    def _follow_up(self, now: float) -> bool:
+        """Frees, admits and wakes what the last changes allow; returns whether more followed from that."""
+        for shelving in self._by_number:
             if shelving.partition.freed:
                 self._free(shelving.partition)
         if self._room_made:
@@ -464,9 +472,7 @@ class ControllerService:
         for shelving in self._by_number:
             if shelving.partition.woken:
                 self._wake_fetches(shelving, now)
-        times = [self._timers.heap[0][0]] if self._timers.heap else []
-        times.extend(t for t in (s.partition.next_lapse() for s in self._by_number) if t is not None)
-        return min(times) if times else None
+        return self._room_made or any(s.partition.freed or s.partition.woken for s in self._by_number)
 
     def _free(self, partition: Partition) -> None:
         freed, partition.freed = partition.freed, []

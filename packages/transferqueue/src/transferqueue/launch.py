@@ -35,6 +35,8 @@ class Server:
 
     A context manager that gives itself; hand it, or its `address`, to `connect`.
 
+    Runs until it is closed, also when nothing refers to it any more.
+
     Attributes:
         address: of the controller, ``tcp://host:port``.
         token: what clients have to present, or None.
@@ -47,12 +49,14 @@ class Server:
         self.address = address
         self.token = token
         self.processes = tuple(processes)
+        _running.add(self)
 
     def close(self, timeout: float = 5.0) -> None:
         """Ends all processes and waits for them; those that do not end in `timeout` seconds are killed.
         Idempotent.
         """
         _end(self.processes, timeout)
+        _running.discard(self)
 
     def __enter__(self) -> "Server":
         return self
@@ -64,6 +68,9 @@ class Server:
 
     def __str__(self) -> str:
         return self.address
+
+
+_running: set[Server] = set()  # a process object that is collected would close the pipe its child lives by
 
 
 def serve(

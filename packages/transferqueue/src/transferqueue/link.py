@@ -21,7 +21,7 @@ import msgspec
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from .errors import Malformed, QueueError, Timeout, named
+from .errors import InvalidArgument, Malformed, QueueError, Timeout, named
 from .messages import (
     COPY_BELOW,
     MAX_FRAME_BYTES,
@@ -40,6 +40,7 @@ from .messages import (
     encoder,
 )
 
+_LONGEST = 1e8  # seconds; what is longer is meant as no limit
 _SLACK = 1.0  # seconds a server that is alive has to tell us that our deadline passed
 _GREETED = zmq.EVENT_HANDSHAKE_SUCCEEDED
 _LEFT = zmq.EVENT_DISCONNECTED
@@ -59,6 +60,7 @@ class Pending:
 
     peer: "Peer"
     body: RequestBody
+    encoded: msgspec.Raw
     payload: Any
     deadline: float
     future: "Future[Answer]" = field(default_factory=Future)
@@ -123,8 +125,12 @@ class Link:
         return peer
 
     def submit(self, peer: Peer, body: RequestBody, payload: Any = None, *, timeout: float) -> Pending:
-        """Sends a request; its future ends within `timeout` seconds and a little."""
-        pending = Pending(peer, body, payload, time.monotonic() + timeout)
+        """Sends a request; its future ends within `timeout` seconds and a little.
+
+        Raises:
+            InvalidArgument: something in it cannot be sent (an int beyond 64 bits, text that is no Unicode).
+        """
+        pending = _pending(peer, body, payload, timeout)
         pending.future.set_running_or_notify_cancel()  # only an answer, an error or the deadline ends it
         self._tell("send", pending)
         return pending
@@ -141,8 +147,12 @@ class Link:
             self._closed = True
             self._inbox.append(("stop", None))
             os.eventfd_write(self._wake, 1)
-        self._thread.join(timeout=10)
-        os.close(self._wake)
+        if not self.is_own_thread():
+            self._thread.join(timeout=10)
+
+    def is_own_thread(self) -> bool:
+        """Whether the caller is the link's thread, as where the garbage collector runs there."""
+        return threading.current_thread() is self._thread
 
     def _tell(self, what: str, subject: Any) -> None:
         if self._pid != os.getpid():
@@ -175,12 +185,13 @@ class Link:
             self._fail(peer, QueueError("this client was closed while the request was under way"), final=True)
             peer.socket.disable_monitor()
         self._context.destroy(linger=0)
+        os.close(self._wake)
 
     def _wait(self) -> int | None:
         times = [self._deadlines[0][0]] if self._deadlines else []
         down = (peer.down_since for peer in self._peers if peer.failed is None)
         times.extend(since + self._patience for since in down if since is not None)
-        return max(0, int((min(times) - time.monotonic()) * 1000) + 1) if times else None
+        return min(60_000, max(0, int((min(times) - time.monotonic()) * 1000) + 1)) if times else None
 
     def _read_inbox(self) -> bool:
         while self._inbox:
@@ -251,7 +262,9 @@ class Link:
         peer = pending.peer
         pending.greeting = peer.greeting
         timeout = max(0.0, pending.deadline - time.monotonic())
-        header = encoder.encode(Request(pending.id, next(iter(peer.outstanding)), timeout, pending.body))
+        header = encoder.encode(
+            (pending.id, next(iter(peer.outstanding)), timeout, pending.encoded)
+        )  # a Request
         if pending.payload is None:
             peer.socket.send(header)
         else:
@@ -261,11 +274,11 @@ class Link:
     def _cancel(self, pending: Pending) -> None:
         peer, body = pending.peer, pending.body
         if pending.id in peer.outstanding:
-            self._start(Pending(peer, Cancel(pending.id), None, time.monotonic() + 30))
+            self._start(_pending(peer, Cancel(pending.id), None, 30))
         elif isinstance(body, Fetch) and pending.future.exception(0) is None:
             leased = pending.future.result(0).body
             if isinstance(leased, Leased):
-                self._start(Pending(peer, Nack(body.partition, leased.lease), None, time.monotonic() + 30))
+                self._start(_pending(peer, Nack(body.partition, leased.lease), None, 30))
 
     def _receive(self, peer: Peer) -> bool:
         try:
@@ -332,6 +345,14 @@ class Link:
         for pending in peer.outstanding.values():
             _end(pending, error)
         peer.outstanding.clear()
+
+
+def _pending(peer: Peer, body: RequestBody, payload: Any, timeout: float) -> Pending:
+    try:
+        encoded = msgspec.Raw(encoder.encode(body))
+    except (UnicodeEncodeError, OverflowError, TypeError) as error:
+        raise InvalidArgument(f"the arguments cannot be sent: {error}") from error
+    return Pending(peer, body, encoded, payload, time.monotonic() + min(timeout, _LONGEST))
 
 
 def _end(pending: Pending, outcome: Answer | QueueError) -> None:

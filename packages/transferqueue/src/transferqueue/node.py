@@ -155,7 +155,7 @@ class Node:
             poller.register(lifeline, zmq.POLLIN)
         due: float | None = None
         while True:
-            wait = None if due is None else max(0, int((due - time.monotonic()) * 1000) + 1)
+            wait = None if due is None else min(60_000, max(0, int((due - time.monotonic()) * 1000) + 1))
             ready = dict(poller.poll(wait))
             if any(lifeline in ready for lifeline in lifelines):
                 break
@@ -270,23 +270,29 @@ class Node:
         call.answered = True
         call.client.waiting.pop(call.id, None)
         encoded = _encoded(call.id, body)
-        if not isinstance(call.body, _REPEATABLE):
+        sent = self._send(call.identity, encoded, payload)
+        if not sent and call.undo is not None:
+            # A dead consumer must not get samples. If it only lost its connection it asks again, for others.
+            call.undo()
+        elif not isinstance(call.body, _REPEATABLE):
             call.client.answers[call.id] = (encoded, call.undo)
-        self._send(call.identity, encoded, payload)
 
-    def _send(self, identity: bytes, header: bytes, payload: Any) -> None:
+    def _send(self, identity: bytes, header: bytes, payload: Any) -> bool:
+        """Returns whether there was a connection to send by."""
         try:
             self._socket.send(identity, zmq.SNDMORE | zmq.NOBLOCK)
             if payload is None:
                 self._socket.send(header, zmq.NOBLOCK)
-                return
+                return True
             self._socket.send(header, zmq.SNDMORE | zmq.NOBLOCK)
             self._socket.send(payload, zmq.NOBLOCK, copy=len(payload) < COPY_BELOW)
+            return True
         except zmq.ZMQError as error:
             # The connection is gone or reads nothing: the client repeats the request when it is back, or
             # times out.
             if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
                 raise
+            return False
 
 
 def _decode(frames: list[zmq.Frame]) -> Request:
