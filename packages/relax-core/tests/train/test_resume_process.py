@@ -28,9 +28,10 @@ write_state(out, trainer.state())
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_three_steps_and_three_in_a_new_process_equal_six(text_folder, tmp_path):
     def run(*arguments: str) -> None:
-        subprocess.run([sys.executable, "-c", PROGRAM, *arguments], check=True, timeout=110)
+        subprocess.run([sys.executable, "-c", PROGRAM, *arguments], check=True, timeout=280)
 
     run(str(text_folder), "", "0", "6", str(tmp_path / "six"))
     run(str(text_folder), "", "0", "3", str(tmp_path / "three"))

@@ -166,6 +166,19 @@ def a_gradient_that_is_not_finite_changes_nothing(factory: Factory, folder: Path
     _require_same(_copy(backend), _copy(undisturbed))
 
 
+def a_discarded_gradient_leaves_no_trace(factory: Factory, folder: Path, scratch: Path) -> None:
+    """A step that was given up half way: the next one is as if it had not been, and a state may be taken."""
+    backend, undisturbed = factory(folder, SETTINGS), factory(folder, SETTINGS)
+    backend.discard_gradient()
+    backend.forward_backward(pack(_rows(folder, 1)), policy_gradient)
+    backend.discard_gradient()
+    _require_same(backend.state().tensors, undisturbed.state().tensors)
+    for one in (backend, undisturbed):
+        one.forward_backward(pack(_rows(folder)), policy_gradient)
+    assert backend.optim_step(0.1) == undisturbed.optim_step(0.1)
+    _require_same(_copy(backend), _copy(undisturbed))
+
+
 def a_resumed_run_equals_an_uninterrupted_one(factory: Factory, folder: Path, scratch: Path) -> None:
     """A warm-up step and three RL steps, a state through files into a new object, three more: the same
     bits."""
@@ -188,6 +201,16 @@ def a_resumed_run_equals_an_uninterrupted_one(factory: Factory, folder: Path, sc
     _require_same(_copy(whole), _copy(second))
     _require_same(whole.state().tensors, second.state().tensors)
     assert whole.state().data == second.state().data, (whole.state().data, second.state().data)
+
+
+def a_resumed_warm_up_equals_an_uninterrupted_one(factory: Factory, folder: Path, scratch: Path) -> None:
+    """A state between two supervised steps carries the warm-up's moments too."""
+    whole, resumed = factory(folder, SETTINGS), factory(folder, SETTINGS)
+    whole.supervised_step(pack(_rows(folder, 1)), 1e-2)
+    resumed.load_state(whole.state())
+    for backend in (whole, resumed):
+        backend.supervised_step(pack(_rows(folder, 2)), 1e-2)
+    _require_same(_copy(whole), _copy(resumed))
 
 
 def a_state_is_a_copy(factory: Factory, folder: Path, scratch: Path) -> None:
@@ -265,7 +288,9 @@ CHECKS: tuple[Check, ...] = (
     a_masked_token_changes_nothing,
     a_step_is_adamw_on_the_scaled_gradient,
     a_gradient_that_is_not_finite_changes_nothing,
+    a_discarded_gradient_leaves_no_trace,
     a_resumed_run_equals_an_uninterrupted_one,
+    a_resumed_warm_up_equals_an_uninterrupted_one,
     a_state_is_a_copy,
     a_foreign_state_is_refused_whole,
     supervised_steps_lower_the_loss,

@@ -4,7 +4,7 @@ A backend is a callable `(folder, *, settings, dtype, device, seed, torch_thread
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from relax.backends.train.errors import UnknownBackendError
 from relax.registry import Registry
@@ -28,4 +28,4 @@ def train_backend(name: str) -> "Callable[..., TrainBackend]":
         raise UnknownBackendError(
             f"training backend {name!r} is a {type(found).__name__}, which cannot be called"
         )
-    return found
+    return cast("Callable[..., TrainBackend]", found)

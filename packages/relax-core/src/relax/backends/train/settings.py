@@ -76,7 +76,7 @@ class TrainerSettings:
 def learning_rate(settings: TrainerSettings, step: int) -> float:
     """The learning rate of optimizer step `step`, from 0; skipped steps not counted, 0 past the end."""
     if step < settings.warmup_steps:
-        return settings.lr * (step + 1) / settings.warmup_steps
+        return settings.lr * ((step + 1) / settings.warmup_steps)
     if settings.lr_schedule == "constant" or settings.total_steps is None:
         return settings.lr
     done = (step - settings.warmup_steps) / (settings.total_steps - settings.warmup_steps)

@@ -173,7 +173,7 @@ class TorchNative:
         return StepStats(grad_norm=norm, lr=lr, skipped=skipped)
 
     def discard_gradient(self) -> None:
-        """Forget what `forward_backward` has accumulated since the last step; nothing where there is nothing."""
+        """Forget what `forward_backward` has accumulated since the last step, if anything."""
         for parameter in self._parameters.values():
             parameter.grad = None
         self._accumulated = 0

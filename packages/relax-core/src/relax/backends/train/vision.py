@@ -49,7 +49,7 @@ def hidden_states(model: Any, input_ids: Tensor, media: Media) -> Tensor:
             key = (pixels.tobytes(), grid.tobytes())
             if key not in seen:
                 seen[key] = len(pictures)
-                pictures.append(torch.as_tensor(pixels))
+                pictures.append(torch.tensor(pixels))
                 picture_grids.append(torch.as_tensor(grid))
             shown.append(seen[key])
             grids.append(picture_grids[seen[key]])
