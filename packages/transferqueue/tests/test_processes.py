@@ -268,7 +268,7 @@ def start_cli(*arguments: str, token: str | None = None) -> tuple["subprocess.Po
     return process, process.stdout.readline()
 
 
-@pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("ending", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_the_command_serves_until_told_to_end(ending: signal.Signals, eventually: Eventually) -> None:
     process, line = start_cli("--storage", "2", "--max-bytes", "1GiB", token="t0ken")
     address = line.split()[3]

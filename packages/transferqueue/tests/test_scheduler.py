@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from transferqueue.columns import FieldSpec
 from transferqueue.errors import Closed, GroupMismatch, StaleLease, UnknownSample
 from transferqueue.partition import Partition, Row, Wanted
@@ -19,8 +19,6 @@ TASKS = {"whole": ["x", "y"], "single": ["x"], "late": ["y", "z"]}
 
 class Schedule(RuleBasedStateMachine):
     """Any interleaving of what can happen to samples, over three tasks; one takes whole groups."""
-
-    leases = Bundle("leases")
 
     @initialize()
     def start(self) -> None:
@@ -39,6 +37,7 @@ class Schedule(RuleBasedStateMachine):
         self.dropped: set[int] = set()
         self.freed: set[int] = set()
         self.out: dict[int, tuple[str, list[int], float]] = {}
+        self.ended: list[int] = []
 
     # -- the model's own answers, by scanning everything -----------------------------------------------------
 
@@ -112,8 +111,31 @@ class Schedule(RuleBasedStateMachine):
                     with pytest.raises(GroupMismatch):
                         self.part.put(rows, dict.fromkeys(fields, SPEC), sizes)
                 return
+        self.put_rows(keys, fields, priority, version, sizes)
+
+    @precondition(lambda self: not self.part.closed)
+    @rule(
+        fields=st.sampled_from([["x", "y"], ["x", "y", "z"]]),
+        priority=st.lists(st.integers(0, 2), min_size=N, max_size=N),
+        version=st.lists(st.integers(0, 2), min_size=N, max_size=N),
+    )
+    def put_a_whole_group(self, fields: list[str], priority: list[int], version: list[int]) -> None:
+        self.next_group += 3
+        self.put_rows([f"g{self.next_group}"] * N, fields, priority, version, {})
+        self.next_group += 3
+
+    def put_rows(
+        self,
+        keys: Sequence[str | None],
+        fields: list[str],
+        priority: list[int],
+        version: list[int],
+        sizes: dict[str, int],
+    ) -> None:
+        ids = list(range(self.next_id, self.next_id + len(keys)))
+        rows = [Row(s, k, v, p, 1) for s, k, v, p in zip(ids, keys, version, priority, strict=False)]
         self.part.put(rows, dict.fromkeys(fields, SPEC), sizes)
-        self.next_id += count
+        self.next_id += len(keys)
         self.size |= sizes
         for sample, key, p, v in zip(ids, keys, priority, version, strict=False):
             self.order[sample] = len(self.order)
@@ -135,9 +157,8 @@ class Schedule(RuleBasedStateMachine):
             self.fields[sample].add(field)
 
     @rule(
-        target=leases,
         task=st.sampled_from(list(TASKS)),
-        count=st.integers(1, 4),
+        count=st.integers(1, 3),
         max_priority=st.none() | st.integers(0, 2),
         min_version=st.none() | st.integers(0, 2),
         partial=st.booleans(),
@@ -151,7 +172,7 @@ class Schedule(RuleBasedStateMachine):
         min_version: int | None,
         partial: bool,
         seconds: float,
-    ) -> object:
+    ) -> None:
         whole = task == "whole"
         sampler, wanted = (Groups(N), count * N) if whole else (InOrder(), count)
         request = Wanted(task, wanted, sampler, max_priority, min_version, partial)
@@ -173,48 +194,57 @@ class Schedule(RuleBasedStateMachine):
             if not whole:
                 assert not self.ready(task)
                 assert not self.unready(task)
-            return multiple()
+            return
         if lease is None:
             assert len(units) < (1 if partial else count)
-            return multiple()
+            return
         expected = [sample for unit in units[:count] for sample in unit]
         assert list(lease.ids) == expected  # order, wholeness, and never more than asked for
         assert len(units) >= count or partial or self.part.closed
         self.out[lease.id] = (task, expected, self.now + seconds)
-        return lease.id
 
-    @rule(lease=consumes(leases))
-    def ack(self, lease: int) -> None:
-        if lease not in self.out:
-            with pytest.raises(StaleLease):
-                self.part.ack(lease, self.now)
-            return
+    @precondition(lambda self: self.out)
+    @rule(data=st.data())
+    def ack(self, data: st.DataObject) -> None:
+        lease = data.draw(st.sampled_from(list(self.out)))
         task, ids, _ = self.out.pop(lease)
         self.part.ack(lease, self.now)
         assert not self.acked[task] & set(ids)
         self.acked[task].update(ids)
+        self.ended.append(lease)
 
-    @rule(lease=consumes(leases))
-    def nack(self, lease: int) -> None:
-        if lease not in self.out:
-            with pytest.raises(StaleLease):
-                self.part.nack(lease, self.now)
-            return
+    @precondition(lambda self: self.out)
+    @rule(data=st.data())
+    def nack(self, data: st.DataObject) -> None:
+        lease = data.draw(st.sampled_from(list(self.out)))
         del self.out[lease]
         self.part.nack(lease, self.now)
+        self.ended.append(lease)
 
-    @rule(lease=leases, seconds=st.floats(1, 10))
-    def extend(self, lease: int, seconds: float) -> None:
-        if lease in self.out:
-            self.part.extend(lease, seconds, self.now)
-            task, ids, _ = self.out[lease]
-            self.out[lease] = (task, ids, self.now + seconds)
+    @precondition(lambda self: self.out)
+    @rule(data=st.data(), seconds=st.floats(1, 10))
+    def extend(self, data: st.DataObject, seconds: float) -> None:
+        lease = data.draw(st.sampled_from(list(self.out)))
+        self.part.extend(lease, seconds, self.now)
+        task, ids, _ = self.out[lease]
+        self.out[lease] = (task, ids, self.now + seconds)
 
-    @rule(seconds=st.floats(0, 5))
+    @precondition(lambda self: self.ended)
+    @rule(data=st.data())
+    def finish_late(self, data: st.DataObject) -> None:
+        lease = data.draw(st.sampled_from(self.ended))
+        for finish in (self.part.ack, self.part.nack):
+            with pytest.raises(StaleLease):
+                finish(lease, self.now)
+        with pytest.raises(StaleLease):
+            self.part.extend(lease, 1, self.now)
+
+    @rule(seconds=st.floats(0, 3))
     def pass_time(self, seconds: float) -> None:
         self.now += seconds
         for lease in [lease for lease, (_, _, deadline) in self.out.items() if deadline <= self.now]:
             del self.out[lease]
+            self.ended.append(lease)
         self.part.lapse(self.now)
 
     @rule(data=st.data())
@@ -278,7 +308,7 @@ class Schedule(RuleBasedStateMachine):
             assert group.ids or missing
 
 
-Schedule.TestCase.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+Schedule.TestCase.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
 test_any_interleaving_keeps_the_account = Schedule.TestCase
 
 
@@ -388,3 +418,32 @@ def test_incomplete_groups_do_not_hold_up_the_end_of_the_stream() -> None:
     with pytest.raises(Closed):
         part.lease(Wanted("t", 3, Groups(3)), now=0, seconds=10, owner=1)
     assert set(part.samples) == {0, 1}
+
+
+def test_an_extended_lease_lapses_at_its_new_deadline_only() -> None:
+    part = Partition("p", {"t": ["x"]})
+    part.put([Row(1, None, 0, 0, 1)], {"x": SPEC}, {})
+    lease = part.lease(Wanted("t", 1), now=0, seconds=1, owner=1)
+    assert lease is not None
+    part.extend(lease.id, 10, now=0.5)
+    part.lapse(5)
+    assert set(part.tasks["t"].leased) == {1}
+    assert part.next_lapse() == 10.5
+    part.lapse(10.5)
+    assert part.leases == {}
+    assert 1 in part.tasks["t"].ready
+
+
+def test_a_group_that_was_served_in_part_by_another_sampler_is_not_waited_for() -> None:
+    part = Partition("p", {"t": ["x"]})
+    part.put([Row(s, "g", 0, 0, 1) for s in range(2)], {"x": SPEC}, {})
+    part.put([Row(2, "g", 0, 0, 1)], {"y": SPEC}, {})
+    lease = part.lease(Wanted("t", 1), now=0, seconds=10, owner=1)
+    assert lease is not None
+    part.ack(lease.id, 1)
+    part.close()
+    with pytest.raises(Closed):
+        part.lease(Wanted("t", 3, Groups(3)), now=1, seconds=10, owner=2)
+    part.update([2], {"x": SPEC}, [1])
+    with pytest.raises(Closed):
+        part.lease(Wanted("t", 3, Groups(3)), now=1, seconds=10, owner=2)

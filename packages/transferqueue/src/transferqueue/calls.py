@@ -160,7 +160,7 @@ class Loan:
 class Servers:
     """A client's controller and, as they are needed, its storage units.
 
-    Lives as long as anything of the client does, and is closed with it: nothing of the link refers back to it.
+    Lives as long as anything of the client does, and closes with it: nothing of the link refers back to it.
     """
 
     def __init__(self, link: Link, address: str) -> None:

@@ -70,7 +70,7 @@ def _leave(link: Link, controller: Peer) -> None:
 class Client:
     """A connection to a store; made by `connect`. A context manager that closes it.
 
-    It also closes when neither it nor a partition or batch of it is referred to any more, or the program ends.
+    It also closes when nothing refers to it, its partitions and batches any more, or the program ends.
     """
 
     def __init__(self, servers: Servers) -> None:
