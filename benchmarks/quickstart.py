@@ -54,13 +54,17 @@ def report(mode: str, run: TrainingRun, settings: dict, *, whole: bool) -> None:
     print_claim(
         at_most(f"{name}: start-up", run.first_step, "s", 45, f"{how}; command to end of the first step")
     )
+    begun = f"{how}; whole system, start-up and the first {WARM_UP} steps"
+    print_claim(figure(f"{name}: CPU of the start-up", run.window.cpu_before, "CPU-s", begun))
     if whole:
         print_claim(at_most(f"{name}: whole command", run.wall, "s", 120, how))
         learned = sum(run.rewards()[-LAST:]) / LAST
         print_claim(above(f"{name}: mean reward of the last {LAST} steps", learned, "1", 0.95, how))
     wall = median(run.window.walls)
     print_claim(figure(f"{name}: steps a second", 1 / wall, "1/s", f"{measured}; 1 / median wall of a step"))
-    print_claim(figure(f"{name}: CPU of a step", run.window.cpu, "CPU-s", f"{measured}; {_where(run)}"))
+    print_claim(
+        figure(f"{name}: CPU of a step", median(run.window.cpu), "CPU-s", f"{measured}; {_where(run)}")
+    )
     for phase, seconds in run.phases(WARM_UP).items():
         print_claim(figure(f"{name}: actor's {phase} in a step", median(seconds), "s", f"{measured}; median"))
     generated = run.generated_tokens(settings["rollout"]["max_new_tokens"])
@@ -76,7 +80,7 @@ def report(mode: str, run: TrainingRun, settings: dict, *, whole: bool) -> None:
 
 
 def _where(run: TrainingRun) -> str:
-    shown = [f"{name} {cpu:.3f}" for name, cpu in run.window.cpu_by_command.items() if cpu >= 0.001]
+    shown = [f"{name} {cpu:.3f}" for name, cpu in run.window.cpu_by_name.items() if cpu >= 0.001]
     return f"whole system, {run.window.processes} processes: {', '.join(shown)}"
 
 

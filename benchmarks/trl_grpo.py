@@ -137,8 +137,8 @@ def report(size: Size, theirs: dict[int, Theirs], ours: dict[str, list[TrainingR
         print_claim(figure(f"{threads}: wall of a step", median(side.walls), "s", steps))
         print_claim(figure(f"{threads}: CPU of a step", median(side.cpus), "CPU-s", steps))
     walls = {mode: [wall for run in runs for wall in run.window.walls] for mode, runs in ours.items()}
-    cpus = {mode: [run.window.cpu for run in runs] for mode, runs in ours.items()}
-    roots = {mode: [run.window.cpu_root for run in runs] for mode, runs in ours.items()}
+    cpus = {mode: [cpu for run in runs for cpu in run.window.cpu] for mode, runs in ours.items()}
+    roots = {mode: [cpu for run in runs for cpu in run.window.cpu_root] for mode, runs in ours.items()}
     placed = {"async": "Ray, 1 engine replica", "colocate": "one process, 1 engine replica"}
     for mode in ours:
         steps = f"{how}; {placed[mode]}; {len(walls[mode])} steps"
@@ -187,7 +187,7 @@ def report(size: Size, theirs: dict[int, Theirs], ours: dict[str, list[TrainingR
 
 def _where(runs: list[TrainingRun]) -> str:
     last = runs[-1].window
-    shown = [f"{name} {cpu:.3f}" for name, cpu in last.cpu_by_command.items() if cpu >= 0.001]
+    shown = [f"{name} {cpu:.3f}" for name, cpu in last.cpu_by_name.items() if cpu >= 0.001]
     return f"{last.processes} processes: {', '.join(shown)}"
 
 

@@ -24,16 +24,27 @@ class Reading:
     """CPU-seconds, user and system, since each process began.
 
     Attributes:
-        seconds: of all that belong.
-        root: of the command's own process.
-        by_command: seconds by the name a process shows, for a look at where they go.
+        by_process: the name each process shows (it may change) and its seconds, by process id and start.
+        root: seconds of the command's own process.
         processes: how many are alive.
     """
 
-    seconds: float
+    by_process: Mapping[tuple[int, float], tuple[str, float]]
     root: float
-    by_command: Mapping[str, float]
     processes: int
+
+    @property
+    def seconds(self) -> float:
+        """Of all that belong."""
+        return sum(seconds for _, seconds in self.by_process.values())
+
+    def by_name_since(self, before: "Reading") -> dict[str, float]:
+        """Seconds since an earlier reading by the name a process shows now, the largest first."""
+        spent: dict[str, float] = {}
+        for process, (name, seconds) in self.by_process.items():
+            _, until_then = before.by_process.get(process, ("", 0.0))
+            spent[name] = spent.get(name, 0.0) + seconds - until_then
+        return dict(sorted(spent.items(), key=lambda item: -item[1]))
 
 
 class ProcessTree:
@@ -55,11 +66,12 @@ class ProcessTree:
         self._root = psutil.Process(pid)
         self._take(self._root)
 
-    def read(self) -> Reading:
-        """Look for what was started since the last reading, then add up. Costs a few milliseconds."""
+    def read(self, *, search: bool = True) -> Reading:
+        """Add up. `search` also looks for what was started since the last search, which costs more."""
         if self._root is None:
             raise RuntimeError("no command is followed yet: call follow(pid) first")
-        self._search()
+        if search:
+            self._search()
         living = 0
         for key, process in self._known.items():
             try:
@@ -68,11 +80,8 @@ class ProcessTree:
                 living += 1
             except _GONE:
                 continue
-        by_command: dict[str, float] = {}
-        for name, seconds in self._seconds.values():
-            by_command[name] = by_command.get(name, 0.0) + seconds
         _, root = self._seconds.get(_key(self._root), ("", 0.0))
-        return Reading(sum(by_command.values()), root, by_command, living)
+        return Reading(dict(self._seconds), root, living)
 
     def living(self) -> list[psutil.Process]:
         """Those that belong and still run."""

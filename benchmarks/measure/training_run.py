@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ import psutil
 from .process_tree import ProcessTree, Reading, system_busy
 
 LOOK_SECONDS = 0.01
+LOOK_STEPS = 5
+"""Steps between two readings of the CPU-seconds."""
 END_SECONDS = 30.0
 """Longest wait for processes to go after a run has ended, or was told to."""
 PHASES = ("wait", "train", "optim", "publish")
@@ -34,18 +37,20 @@ class Window:
     """The steps that are measured: those after the warm-up, from one step's end to the last step's end.
 
     Attributes:
+        cpu_before: CPU-seconds of the whole system before the window: the start-up and the warm-up steps.
         walls: seconds of each step, end to end.
-        cpu: CPU-seconds a step of the whole system.
-        cpu_root: CPU-seconds a step of the command's own process.
-        cpu_by_command: CPU-seconds a step by process name, the largest first.
+        cpu: CPU-seconds a step of the whole system, a value for every few steps.
+        cpu_root: the same of the command's own process.
+        cpu_by_name: CPU-seconds a step by process name, the largest first; over the whole window.
         processes: alive at the end of the window.
         others: cores that processes other than the run's kept busy meanwhile.
     """
 
+    cpu_before: float
     walls: list[float]
-    cpu: float
-    cpu_root: float
-    cpu_by_command: dict[str, float]
+    cpu: list[float]
+    cpu_root: list[float]
+    cpu_by_name: dict[str, float]
     processes: int
     others: float
 
@@ -169,39 +174,46 @@ def train(
     metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     if len(metrics) != steps:
         raise RunError(f"{folder / 'metrics.jsonl'} has {len(metrics)} lines after {steps} steps")
-    return TrainingRun(
-        folder, watched.times[0] - started, ended - started, watched.window(warm_up), metrics, output
-    )
+    return TrainingRun(folder, watched.times[0] - started, ended - started, watched.window(), metrics, output)
+
+
+@dataclass(frozen=True)
+class _Look:
+    """What the machine and the run had used when a step was seen done."""
+
+    step: int
+    time: float
+    busy: float
+    used: Reading
 
 
 class _Watched:
-    """When each step was done, and what the processes had used at the two ends of the window."""
+    """When each step was done, and looks at what was used: at both ends of the window and in between."""
 
     def __init__(self) -> None:
         self.times: dict[int, float] = {}
-        self.readings: dict[int, tuple[float, float, Reading]] = {}
+        self.looks: list[_Look] = []
 
     @property
     def last_step(self) -> int:
         return max(self.times, default=-1)
 
-    def window(self, warm_up: int) -> Window:
-        """From the end of step `warm_up - 1` to the end of the last step."""
-        first, last = warm_up - 1, self.last_step
-        (begun, busy_before, before), (ended, busy_after, after) = self.readings[first], self.readings[last]
-        steps = last - first
-        cpu = after.seconds - before.seconds
-        by_command = {
-            name: (seconds - before.by_command.get(name, 0.0)) / steps
-            for name, seconds in after.by_command.items()
-        }
+    def window(self) -> Window:
+        """From the first look to the last."""
+        if len(self.looks) < 2:
+            raise RunError("every step was seen done at once, so there is no window to measure")
+        first, last = self.looks[0], self.looks[-1]
+        pairs = list(pairwise(self.looks))
+        cpu = last.used.seconds - first.used.seconds
+        steps = last.step - first.step
         return Window(
-            walls=[self.times[step] - self.times[step - 1] for step in range(first + 1, last + 1)],
-            cpu=cpu / steps,
-            cpu_root=(after.root - before.root) / steps,
-            cpu_by_command=dict(sorted(by_command.items(), key=lambda item: -item[1])),
-            processes=after.processes,
-            others=max(busy_after - busy_before - cpu, 0.0) / (ended - begun),
+            cpu_before=first.used.seconds,
+            walls=[self.times[step] - self.times[step - 1] for step in range(first.step + 1, last.step + 1)],
+            cpu=[(b.used.seconds - a.used.seconds) / (b.step - a.step) for a, b in pairs],
+            cpu_root=[(b.used.root - a.used.root) / (b.step - a.step) for a, b in pairs],
+            cpu_by_name={n: s / steps for n, s in last.used.by_name_since(first.used).items()},
+            processes=last.used.processes,
+            others=max(last.busy - first.busy - cpu, 0.0) / (last.time - first.time),
         )
 
 
@@ -233,8 +245,11 @@ def _watch(
                 if not entry.get("done"):
                     continue
                 watched.times[entry["step"]] = now
-                if entry["step"] in (warm_up - 1, steps - 1):
-                    watched.readings[entry["step"]] = (now, system_busy(), tree.read())
+            step = watched.last_step
+            next_look = watched.looks[-1].step + LOOK_STEPS if watched.looks else warm_up - 1
+            if step >= next_look or step == steps - 1:
+                ends = not watched.looks or step == steps - 1
+                watched.looks.append(_Look(step, now, system_busy(), tree.read(search=ends)))
         elif ended:
             break
         time.sleep(LOOK_SECONDS)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import psutil
 import pytest
-from measure.process_tree import ProcessTree  # pyright: ignore[reportMissingImports] - see conftest
+from measure.process_tree import ProcessTree, Reading  # pyright: ignore[reportMissingImports] - see conftest
 
 # Each prints a line when it is where the test wants it, then waits for its standard input to close.
 BURN = """
@@ -73,7 +73,14 @@ def test_cpu_of_a_child_counts_and_is_told_apart_from_the_root(start: Start):
     reading = tree.read()
     assert reading.processes == 2
     assert reading.seconds - reading.root >= 0.5 - TICKS
-    assert reading.seconds == pytest.approx(sum(reading.by_command.values()))
+
+
+def test_what_was_spent_since_is_told_by_the_name_a_process_shows_now():
+    one, two = (1, 0.0), (2, 0.0)
+    before = Reading({one: ("starting", 2.0)}, root=2.0, processes=1)
+    after = Reading({one: ("worker", 2.5), two: ("worker", 1.0)}, root=2.5, processes=2)
+    assert after.by_name_since(before) == {"worker": 1.5}
+    assert after.seconds - before.seconds == 1.5
 
 
 def test_a_daemon_whose_parent_has_gone_counts_by_its_mark(start: Start):
