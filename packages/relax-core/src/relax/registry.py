@@ -42,8 +42,8 @@ class Registry:
             module = importlib.import_module(module_name)
         except ImportError as error:
             raise self.fault(
-                f"{self.kind} {name!r}: module {module_name!r} cannot be imported ({error}); install it or set "
-                "PYTHONPATH"
+                f"{self.kind} {name!r}: module {module_name!r} cannot be imported ({error}); "
+                "install it or set PYTHONPATH"
             ) from error
         if not hasattr(module, attribute):
             raise self.fault(

@@ -95,3 +95,11 @@ def test_numbers_in_words_are_numbers() -> None:
         "e": True,
         "f": [1, 2],
     }
+
+
+def test_another_reward_does_not_inherit_the_arguments_of_the_one_in_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("reward: {name: char_share, kwargs: {character: '7', length: 16}}\n")
+    assert load(file, ["reward=math"]).reward.kwargs == {}
+    assert load(file, ["reward.name=math", "reward.kwargs.timeout=2"]).reward.kwargs == {"timeout": 2}
+    assert load(file, ["reward.kwargs.length=8"]).reward.kwargs == {"character": "7", "length": 8}

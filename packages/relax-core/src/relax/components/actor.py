@@ -4,7 +4,7 @@ version.
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -206,7 +206,7 @@ class Actor:
             clocks.wait += time.perf_counter() - begun
             yield chunk
 
-    async def _feed(self) -> AsyncIterator[Group]:
+    async def _feed(self) -> AsyncGenerator[Group]:
         """Every group of every step in order, leased one ahead of what is being trained."""
         assert self._bus is not None
         for step in range(self._context.first_step, self._config.steps):

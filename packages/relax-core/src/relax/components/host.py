@@ -54,7 +54,8 @@ class RoleHost:
     async def run(self) -> None:
         if self._loop is None:
             await self.build()
-        self._task = asyncio.ensure_future(self._loop.run())
+        role: Any = self._loop
+        self._task = asyncio.ensure_future(role.run())
         if self._stopping:
             self._stop()
         try:

@@ -42,6 +42,16 @@ def load(file: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
 def resolve(content: Mapping[str, Any], overrides: Mapping[str, Any], origin: str) -> RunConfig:
     """Merge a mapping, the environment and overrides (strongest last) into a checked configuration."""
 
+    content, overrides = _long(content), _long(overrides)
+    for key in ("reward", "environment"):
+        chosen, given = overrides.get(key), content.get(key)
+        if (
+            isinstance(chosen, dict)
+            and isinstance(given, dict)
+            and chosen.get("name") not in (None, given.get("name"))
+        ):
+            content[key] = {}  # arguments of another thing than the one that is chosen now
+
     class Loader(RunConfig, BaseSettings):
         model_config = SettingsConfigDict(
             extra="forbid", frozen=True, env_prefix=ENV_PREFIX, env_nested_delimiter="__"
@@ -57,9 +67,9 @@ def resolve(content: Mapping[str, Any], overrides: Mapping[str, Any], origin: st
             file_secret_settings: PydanticBaseSettingsSource,
         ) -> tuple[PydanticBaseSettingsSource, ...]:
             return (
-                InitSettingsSource(settings_cls, init_kwargs=_long(overrides)),
+                InitSettingsSource(settings_cls, init_kwargs=overrides),
                 EnvSettingsSource(settings_cls),
-                InitSettingsSource(settings_cls, init_kwargs=_long(content)),
+                InitSettingsSource(settings_cls, init_kwargs=content),
             )
 
     try:

@@ -31,7 +31,7 @@ class ReplicaPolicy:
         return Encoded(sample.tokens, list(sample.media))
 
     def decode(self, tokens: Sequence[int]) -> str:
-        return self._processor.decode(tokens)
+        return self._processor.decode(tokens, skip_special_tokens=True)
 
     async def generate(self, request: GenerationRequest) -> Generation:
         return await self._replica.front.generate(request)

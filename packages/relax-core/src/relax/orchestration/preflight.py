@@ -50,7 +50,8 @@ def _check_port(key: str, port: int) -> None:
             probe.bind(("127.0.0.1", port))
         except OSError as error:
             raise ConfigError(
-                f"{key} = {port}: it cannot be listened on ({error.strerror}); choose another, or 0 for a free one"
+                f"{key} = {port}: it cannot be listened on ({error.strerror}); choose another, "
+                "or 0 for a free one"
             ) from error
 
 
