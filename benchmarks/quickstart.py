@@ -46,9 +46,10 @@ def main() -> None:
 def report(mode: str, run: TrainingRun, settings: dict, *, whole: bool) -> None:
     """Print the claims of one run; those of a whole run only if it was one."""
     steps = len(run.metrics)
-    load = load_note(run.window.others)
-    how = f"relax train configs/quickstart.yaml mode={mode}, {steps} steps; {load}"
-    measured = f"{how}; steps {WARM_UP + 1} to {steps}"
+    load = load_note(max(run.window.others_before, run.window.others))
+    command = f"relax train configs/quickstart.yaml mode={mode}, {steps} steps"
+    how = f"{command}; {load}"
+    measured = f"{command}, {WARM_UP + 1} to {steps}; {load_note(run.window.others)}"
 
     name = f"quick start {mode}"
     print_claim(

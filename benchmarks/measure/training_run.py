@@ -44,6 +44,7 @@ class Window:
         cpu_by_name: CPU-seconds a step by process name, the largest first; over the whole window.
         processes: alive at the end of the window.
         others: cores that processes other than the run's kept busy meanwhile.
+        others_before: the same before the window.
     """
 
     cpu_before: float
@@ -53,6 +54,7 @@ class Window:
     cpu_by_name: dict[str, float]
     processes: int
     others: float
+    others_before: float
 
 
 @dataclass(frozen=True)
@@ -191,6 +193,7 @@ class _Watched:
     """When each step was done, and looks at what was used: at both ends of the window and in between."""
 
     def __init__(self) -> None:
+        self._began = (time.monotonic(), system_busy())
         self.times: dict[int, float] = {}
         self.looks: list[_Look] = []
 
@@ -206,6 +209,7 @@ class _Watched:
         pairs = list(pairwise(self.looks))
         cpu = last.used.seconds - first.used.seconds
         steps = last.step - first.step
+        began, busy = self._began
         return Window(
             cpu_before=first.used.seconds,
             walls=[self.times[step] - self.times[step - 1] for step in range(first.step + 1, last.step + 1)],
@@ -214,6 +218,7 @@ class _Watched:
             cpu_by_name={n: s / steps for n, s in last.used.by_name_since(first.used).items()},
             processes=last.used.processes,
             others=max(last.busy - first.busy - cpu, 0.0) / (last.time - first.time),
+            others_before=max(first.busy - busy - first.used.seconds, 0.0) / (first.time - began),
         )
 
 
