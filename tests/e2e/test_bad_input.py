@@ -1,6 +1,4 @@
-"""Bad input ends in seconds with one message that names the thing and the way out; nothing half-started
-stays.
-"""
+"""Bad input ends in seconds, with a message that names the thing and the way out; nothing stays behind."""
 
 import json
 import shutil

@@ -5,9 +5,8 @@ descriptor it forks a child, which talks over that descriptor, and answers the c
 torch once is enough.
 
     ["subscriber", ADDRESS, NAME, FLOATS]   says "ready", then "VERSION HASH" for each version it took
-    ["publisher", ADDRESS, FLOATS]          says "ready EPOCH"; for each number it hears it publishes that
-    version and
-                                            says "published VERSION EPOCH"
+    ["publisher", ADDRESS, FLOATS]          says "ready EPOCH"; publishes each version whose number it hears,
+                                            and says "published VERSION EPOCH"
 """
 
 import json

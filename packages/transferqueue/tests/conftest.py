@@ -26,9 +26,7 @@ def name(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def eventually() -> Callable[[Callable[[], bool]], None]:
-    """Asks again until the claim holds; what happens between processes has no event to wait for. Fails after
-    20 s.
-    """
+    """Asks again for up to 20 s until the claim holds: between processes there is no event to wait for."""
 
     def wait(claim: Callable[[], bool]) -> None:
         deadline = time.monotonic() + 20

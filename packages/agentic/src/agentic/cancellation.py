@@ -7,8 +7,7 @@ from typing import Any
 
 
 async def to_the_end[T](coroutine: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine to its end though the caller is cancelled meanwhile; the cancellation is raised
-    afterwards.
+    """Run a coroutine to its end though the caller is cancelled meanwhile; then raise the cancellation.
 
     The coroutine must bound its own waits.
     """

@@ -7,8 +7,7 @@ SEED_BYTES = 8
 
 
 def derive_seed(seed: int, *parts: int | str) -> int:
-    """A 64-bit seed for a named use of another seed: the same in every process, on every machine, in every
-    release.
+    """A 64-bit seed for a named use of another seed: the same in every process, machine and release.
 
     It is BLAKE2b with an 8-byte digest, read little-endian, over one field for `seed` and each part in turn:
     a tag ("i" or "s"), the length of the value in bytes as 4 bytes little-endian, and the value (an integer

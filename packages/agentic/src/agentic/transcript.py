@@ -140,8 +140,7 @@ class TranscriptBuilder:
             self._versions.append((version, start, end))
 
     def append_observation(self, observation: Encoded) -> None:
-        """Add what the policy is shown next (mask 0, logprob 0, no version), and its media after those
-        before.
+        """Add what the policy is shown next (mask 0, logprob 0, no version), and append its media.
 
         Raises:
             TranscriptError: the transcript is closed.

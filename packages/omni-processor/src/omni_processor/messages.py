@@ -1,5 +1,4 @@
-"""Conversations in the shapes people have them, brought to what a chat template reads, with the media taken
-out.
+"""Conversations in the shapes people have them, brought to what a chat template reads, media taken out.
 
 Accepted content: a string, or a list of OpenAI-style parts (``text``, ``image_url``) and Hugging Face style
 ones (``image`` with ``image``, ``url``, ``path``, ``base64`` or nothing). With ``images=[...]``, a

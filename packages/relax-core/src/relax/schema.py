@@ -72,8 +72,7 @@ TASK_ACTOR = "actor"
 
 
 def tasks(*, reference: bool, media: bool) -> dict[str, list[str]]:
-    """The consumer tasks of the training partition, and the fields each needs before it may take a sample and
-    then reads.
+    """The consumer tasks of the training partition, and the fields each needs of a sample and reads.
 
     Args:
         reference: a Reference role scores the samples.

@@ -15,8 +15,7 @@ ORACLE = Path(__file__).parent / "oracle"
 
 @pytest.fixture(scope="session")
 def oracle() -> Callable[[str], dict[str, np.ndarray]]:
-    """Numbers of a public trainer by case name: padded [8, 12] columns, `loss`, `grad`, settings in
-    `config`."""
+    """A public trainer's numbers by case: padded [8, 12] columns, `loss`, `grad`, settings in `config`."""
 
     def load(case: str) -> dict[str, np.ndarray]:
         with np.load(ORACLE / f"{case}.npz", allow_pickle=False) as file:
@@ -52,8 +51,7 @@ def flatten() -> Callable[..., tuple[LossInputs, Tensor]]:
 
 @pytest.fixture(scope="session")
 def take_rows() -> Callable[[LossInputs, Sequence[int]], LossInputs]:
-    """Some rows of a batch, in the order given, as the micro-batch they make; the gradient flows to the
-    batch."""
+    """Some rows of a batch, in order, as the micro-batch they make; the gradient flows to the batch."""
 
     def take(inputs: LossInputs, rows: Sequence[int]) -> LossInputs:
         starts, ends = inputs.offsets[:-1].tolist(), inputs.offsets[1:].tolist()
@@ -71,8 +69,7 @@ def take_rows() -> Callable[[LossInputs, Sequence[int]], LossInputs]:
 
 @pytest.fixture(scope="session")
 def mean_loss() -> Callable[[Iterable[LossOutputs]], Tensor]:
-    """What the trainer makes of the micro-batches of a step: the sum of the sums over the sum of the
-    counts."""
+    """What the trainer makes of a step's micro-batches: the sum of the sums over that of the counts."""
 
     def mean(outputs: Iterable[LossOutputs]) -> Tensor:
         parts = list(outputs)

@@ -1,6 +1,4 @@
-"""The version boundary as a whole: any interleaving of training, publishing, committing and sampling keeps
-its rules.
-"""
+"""The version boundary as a whole: any interleaving of train, publish, commit and sample keeps its rules."""
 
 import pytest
 from hypothesis import settings

@@ -1,5 +1,4 @@
-"""Engines under test, each behind the same factory: an engine added later runs the same conformance "
-"checks."""
+"""Engines under test, each behind the same factory: one added later runs the same conformance checks."""
 
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -20,8 +19,7 @@ CONTEXT = 256
 
 
 class Oracle:
-    """Logprobs by one full forward of the plain Hugging Face model: no cache, no batch, weights of one "
-    "version."""
+    """Logprobs by one full forward of the plain Hugging Face model: no cache, no batch, one version."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -30,8 +28,7 @@ class Oracle:
         self._base = {name: tensor.clone() for name, tensor in self._own.items()}
 
     def weights(self, version: int) -> dict[str, Tensor]:
-        """Complete weights that differ from those of every other version, and give a distribution worth "
-        "sampling."""
+        """Complete weights, unlike those of any other version, with a distribution worth sampling."""
         generator = torch.Generator().manual_seed(version)
         found: dict[str, Tensor] = {}
         for name, tensor in self._base.items():
@@ -75,8 +72,7 @@ class Oracle:
             return torch.log_softmax(logits[len(prompt) - 1 : -1] / (temperature or 1.0), dim=-1).numpy()
 
     def worst(self, request: GenerationRequest, generation: Generation) -> float:
-        """The largest |logprob difference| over the tokens, each against the weights of the version that "
-        "sampled it."""
+        """The largest |logprob difference| over the tokens, each against the version that sampled it."""
         gap = 0.0
         for version, start, end in generation.spans:
             expected = self.logprobs(

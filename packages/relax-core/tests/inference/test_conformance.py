@@ -1,5 +1,4 @@
-"""What every inference engine promises, whatever computes behind it. `start_engine` runs these over each of "
-"them."""
+"""What every inference engine promises, whatever computes behind it. `start_engine` runs these over each."""
 
 import asyncio
 

@@ -21,8 +21,7 @@ def evaluate(expression: str) -> Fraction:
 
     Raises:
         ArithmeticFault: not such an expression, no value (division by zero), or over a limit
-        (`MAX_CHARACTERS`,
-            `MAX_NODES`, `MAX_BITS`).
+            (`MAX_CHARACTERS`, `MAX_NODES`, `MAX_BITS`).
     """
     if len(expression) > MAX_CHARACTERS:
         raise ArithmeticFault("too long")

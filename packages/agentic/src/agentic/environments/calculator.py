@@ -39,8 +39,8 @@ class Calculator:
 
     The reward of an episode that ends with the exact answer is 1.0. Otherwise it is the sum of what was
     earned: 0.1 for a call that has a value, another 0.1 for a call whose value is the answer (each once), and
-        0.1 for an answer
-    that is a number but wrong. So every reward is in {0, 0.1, 0.2, 0.3, 1.0}, up to rounding.
+    0.1 for an answer that is a number but wrong. So every reward is in {0, 0.1, 0.2, 0.3, 1.0}, up to
+    rounding.
 
     Reward parts, each a count or 0/1: `exact`, `answered`, `calls` (that had a value), `failed_calls`.
 

@@ -52,8 +52,7 @@ class PixelRules:
 
 
 def target_size(height: int, width: int, factor: int, min_pixels: int, max_pixels: int) -> tuple[int, int]:
-    """The size an image is resized to: multiples of `factor`, area within bounds, shape kept as far as
-    possible.
+    """The size an image is resized to: multiples of `factor`, area within bounds, shape nearly kept.
 
     Up to an aspect ratio of 200 this is the published rule to the pixel (which may pass max_pixels for a very
     thin image, since no side goes below `factor`). Thinner images, which the published processor refuses,
@@ -149,8 +148,7 @@ class Qwen3VL:
 
 
 def resize(pixels: np.ndarray, size: tuple[int, int], resample: int) -> np.ndarray:
-    """uint8 [3, height, width] to another (height, width), antialiased, bit for bit as the published
-    processor.
+    """uint8 [3, height, width] to another size, antialiased, bit for bit as the published processor.
 
     Torch does it because that processor uses torch's 8-bit kernel: Pillow rounds and clips elsewhere, up to
     24 levels apart on noisy pictures, and takes several times as long. Imported here so that text needs no

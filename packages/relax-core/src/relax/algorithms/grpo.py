@@ -1,5 +1,4 @@
-"""GRPO (arXiv 2402.03300), and the variants that differ only in its settings: DAPO (2503.14476), Dr. GRPO
-(2503.20783).
+"""GRPO (arXiv 2402.03300), and what differs only in settings: DAPO (2503.14476), Dr. GRPO (2503.20783).
 
 With w = exp(logprob - old logprob), the loss aggregates over tokens
 

@@ -41,9 +41,7 @@ CHAT_TEMPLATE = """\
 {{- '<|im_start|>assistant\\n' -}}
 {%- endif -%}
 """
-"""ChatML: every role (system, user, assistant, tool) alike; content a string or a list of text and image
-parts.
-"""
+"""ChatML: system, user, assistant and tool alike; content a string or a list of text and image parts."""
 
 # One image of the digits task costs 1 to 4 tokens: a token is two by two patches of 16 x 16 pixels.
 _IMAGE_BUDGET = {"shortest_edge": 32 * 32, "longest_edge": 32 * 32 * 4}

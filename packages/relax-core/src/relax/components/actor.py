@@ -1,6 +1,4 @@
-"""The Actor role: streams the groups of each step from the bus, accumulates, steps once, publishes the new
-version.
-"""
+"""The Actor role: streams each step's groups from the bus, accumulates, steps once, publishes a version."""
 
 import asyncio
 import time
@@ -257,9 +255,7 @@ class Actor:
 def step_metrics(
     step: int, groups: Sequence[Group], totals: Totals, stats: StepStats, clocks: Clocks
 ) -> dict[str, float]:
-    """What is told of a step. Names under `time/` and `perf/` depend on the clock; all others only on the
-    data.
-    """
+    """What is told of a step. `time/` and `perf/` depend on the clock, all others only on the data."""
     rewards = np.array([float(r) for group in groups for r in group.batch["reward"]])
     masks = [mask for group in groups for mask in group.batch["loss_mask"]]
     tokens = int(sum(int(mask.sum()) for mask in masks))

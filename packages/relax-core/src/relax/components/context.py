@@ -1,6 +1,4 @@
-"""What every role is given when it starts: the configuration, the run folder, and where the bus and the
-weights are.
-"""
+"""What every role is given when it starts: configuration, run folder, where bus and weights are."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

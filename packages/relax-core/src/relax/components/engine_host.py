@@ -1,5 +1,4 @@
-"""One engine replica and what keeps it current: the engine, and the task that follows the published
-weights."""
+"""One engine replica, and the task that keeps it at the newest published weights."""
 
 import dcs
 

@@ -11,9 +11,7 @@ from relax.ops.reports import Report, Reports
 
 
 class RoleHost:
-    """A role's life. `run` ends when the role has done its work or was stopped, and raises what it failed
-    with.
-    """
+    """A role's life. `run` ends when its work is done or was stopped, and raises what it failed with."""
 
     def __init__(
         self, role: str, context: RunContext, engines: Mapping[str, PooledEngine] | None = None

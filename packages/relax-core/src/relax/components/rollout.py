@@ -30,9 +30,7 @@ class RolloutFailed(RuntimeError):
 
 
 class EmptyEpisode(RuntimeError):
-    """An episode ended (time limit, abort) before the policy sampled anything: there is nothing to train
-    on.
-    """
+    """An episode ended (time limit, abort) before anything was sampled: there is nothing to train on."""
 
 
 @dataclass(frozen=True)
@@ -120,9 +118,7 @@ class Rollout:
                 self._launch(prompt, self._pool.least_loaded(slot.step))
 
     async def _startable(self, step: int) -> bool:
-        """Wait until a group of `step` may start; False when a group ended first, which may change what is
-        next.
-        """
+        """Wait until a group of `step` may start; False when one ended first, which may change the next."""
         waiting = asyncio.ensure_future(self._pool.wait_startable(step))
         try:
             await asyncio.wait({waiting, *self._running}, return_when=asyncio.FIRST_COMPLETED)

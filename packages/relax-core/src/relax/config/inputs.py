@@ -25,9 +25,7 @@ class DataSettings(Settings):
     """The prompts. `data=PATH` is short for `data.path=...`."""
 
     path: str = ""
-    """JSONL, JSON, CSV or Parquet file, a `datasets` folder or hub name, or `module:function` that returns
-    rows.
-    """
+    """JSONL, JSON, CSV or Parquet file, `datasets` folder or hub name, or `module:function` giving rows."""
     split: str = "train"
     prompt_column: str = "prompt"
     """Column with the prompt as text; not read when `messages_column` is given."""
@@ -36,9 +34,7 @@ class DataSettings(Settings):
     answer_column: str | None = None
     """Column with the reference answer, given to the reward and the environment."""
     image_column: str | None = None
-    """Column with one image or a list of images a row; they replace the `<image>` placeholders of the prompt
-    in order.
-    """
+    """Column with an image or a list of them; they replace the prompt's `<image>` placeholders in order."""
     system_prompt: str | None = None
     shuffle: bool = True
     """Order the rows anew in each epoch, by the run's seed."""
@@ -47,9 +43,7 @@ class DataSettings(Settings):
 
 
 class FactorySettings(Settings):
-    """A registered name, or `module:attribute`, with its keyword arguments. A plain string is short for
-    `name`.
-    """
+    """A registered name, or `module:attribute`, with its keyword arguments. A string is short for `name`."""
 
     name: str
     kwargs: dict[str, Any] = Field(default_factory=dict)

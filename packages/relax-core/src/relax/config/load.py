@@ -1,5 +1,4 @@
-"""Read a configuration: defaults, then the YAML file, then `RELAX_...` environment, then `key=value`
-words."""
+"""Read a configuration: defaults, the YAML file, the `RELAX_...` environment, then `key=value` words."""
 
 import difflib
 from collections.abc import Mapping, Sequence

@@ -24,9 +24,7 @@ class RunConfig(Settings):
 
     schema_version: Literal[1] = SCHEMA_VERSION
     mode: Literal["async", "colocate"] = "async"
-    """`async`: roles work at the same time. `colocate`: they take turns, strictly on-policy and bit for bit
-    repeatable.
-    """
+    """`async`: roles work at the same time. `colocate`: in turns, on-policy, repeatable bit for bit."""
     max_staleness: int = Field(default_factory=lambda data: 0 if data.get("mode") == "colocate" else 1, ge=0)
     """Versions that the oldest token of a trained sample may lie behind; 0 is on-policy."""
     launcher: Literal["ray", "local"] = "ray"

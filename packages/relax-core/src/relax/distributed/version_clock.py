@@ -2,10 +2,9 @@
 
 A version is a number of optimizer steps done; the actor starts at 0. A group of samples is assigned to one
 optimizer step when it is started, and step k is trained when the actor is at version k. So one rule bounds
-the age of every
-token: a group of step k starts only on an engine that serves at least version k - max_staleness. Nothing has
-to be thrown away for age, and a group that is late cannot become older than it may be, because the step it
-belongs to waits for it.
+the age of every token: a group of step k starts only on an engine that serves at least version
+k - max_staleness. Nothing has to be thrown away for age, and a group that is late cannot become older than it
+may be, because the step it belongs to waits for it.
 
 Each role keeps a clock of its own and tells it what it sees; every transition that would break the rule
 raises VersionViolation instead of happening. There is no Ray, no socket and no time in here.
@@ -21,9 +20,7 @@ Spans = Iterable[Any]
 
 
 class VersionViolation(RuntimeError):
-    """A transition that the version rules forbid: a fault in the program or in what arrived, never of the
-    user.
-    """
+    """A transition that the version rules forbid: a fault in the program or in what arrived."""
 
 
 @dataclass

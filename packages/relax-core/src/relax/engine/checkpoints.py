@@ -1,6 +1,4 @@
-"""Checkpoints of a run: the trainer's state and the place in the prompts, one folder a step, whole or not
-there.
-"""
+"""Checkpoints of a run: trainer state and place in the prompts, one folder a step, whole or not there."""
 
 import json
 import re
@@ -45,9 +43,7 @@ class Trained:
             self._below += 1
 
     def state(self) -> dict[str, Any]:
-        """{"next": first ordinal never trained nor passed over, "returned": those below it that were not
-        trained}.
-        """
+        """{"next": the ordinal after the last one trained, "returned": those before it not trained}."""
         following = max(self._above, default=self._below - 1) + 1
         return {
             "next": following,

@@ -1,5 +1,4 @@
-"""Pacing: which group starts next, for which optimizer step, and when everything of a step has been
-delivered.
+"""Pacing: which group starts next, for which optimizer step, and when all of a step is delivered.
 
 Pure bookkeeping over the version clock: no sockets, no tasks, no time.
 """

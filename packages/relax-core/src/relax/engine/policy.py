@@ -1,6 +1,4 @@
-"""What an episode sees of the engine pool: the processor's encoding and one replica's generation, as
-agentic's Policy.
-"""
+"""agentic's Policy over the engine pool: the processor's encoding and one replica's generation."""
 
 from collections.abc import Sequence
 

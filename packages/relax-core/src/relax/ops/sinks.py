@@ -32,9 +32,7 @@ class JsonLines:
 
 
 class TensorBoard:
-    """Event files that TensorBoard reads. Written without torch, whose import would cost seconds of
-    start-up.
-    """
+    """Event files that TensorBoard reads. Written without torch, whose import would cost seconds."""
 
     def __init__(self, folder: Path) -> None:
         from tensorboard.summary.writer.event_file_writer import EventFileWriter

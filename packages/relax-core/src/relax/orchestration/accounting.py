@@ -1,5 +1,6 @@
-"""Every sample is trained exactly once, or dropped with a reason: counted by id from the bus's own records
-and held against the actor's journal.
+"""Every sample is trained exactly once, or dropped with a reason.
+
+Counted by id from the bus's own records, and held against the actor's journal.
 """
 
 from collections import Counter

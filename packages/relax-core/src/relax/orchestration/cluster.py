@@ -1,6 +1,4 @@
-"""The Ray under a run: started inside the command and ended with it, or an existing cluster that is only
-visited.
-"""
+"""The Ray under a run: started inside the command and ended with it, or a cluster that is only visited."""
 
 import contextlib
 import logging
@@ -22,9 +20,7 @@ THREADS = {
 
 @contextlib.contextmanager
 def cluster(config: RunConfig, namespace: str) -> Iterator[None]:
-    """A Ray with Serve, for as long as the block runs. An embedded one keeps its files in a folder of its
-    own, which goes with it.
-    """
+    """A Ray with Serve for as long as the block runs. The files of an embedded one go with it."""
     for name, value in THREADS.items():
         os.environ.setdefault(name, value)
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")

@@ -1,5 +1,4 @@
-"""The folder of the policy: made on the spot, given, or fetched from the hub; checked before anything
-starts."""
+"""The policy's folder: made on the spot, given, or from the hub; checked before anything starts."""
 
 import json
 from pathlib import Path

@@ -1,6 +1,4 @@
-"""What can be checked in seconds, before a process is started: the prompts against the model's context, the
-reward, the environment, the algorithm.
-"""
+"""What can be checked in seconds, before a process is started: the prompts, the names, the ports."""
 
 import socket
 from collections.abc import Callable, Mapping, Sequence

@@ -1,5 +1,4 @@
-"""A role as a Ray Serve deployment: it creates the role's workers, watches them, and answers how they
-fare."""
+"""A role as a Ray Serve deployment: it creates the role's workers, watches them, says how they fare."""
 
 import asyncio
 import traceback

@@ -1,6 +1,4 @@
-"""The services a run carries with it: the queue's processes and the weight coordinator's, on loopback, with a
-token.
-"""
+"""The services a run carries with it: queue and weight coordinator, on loopback, with a token."""
 
 import contextlib
 import secrets

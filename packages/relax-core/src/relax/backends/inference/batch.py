@@ -1,5 +1,4 @@
-"""The running rows: what each has been asked, what it has so far, and the steps that move all of them on
-together.
+"""The running rows: what each was asked, what it has so far, and the steps that move them on together.
 
 State that a step touches is one array over the rows, so that a step costs a few vector operations whatever
 the number of rows; Python looks at single rows only when they come and go.
@@ -21,9 +20,7 @@ _NO_TOKEN = -1
 
 
 class RunningBatch:
-    """At most `slots` requests in flight; row i of every array and slot i of the KV belong to
-    `requests[i]`.
-    """
+    """At most `slots` requests in flight; row i of each array and slot i of the KV are `requests[i]`'s."""
 
     def __init__(self, network: Network, slots: int, version: int) -> None:
         self._network = network
@@ -54,9 +51,7 @@ class RunningBatch:
         return self.slots - len(self.requests)
 
     def admit(self, requests: Sequence[GenerationRequest]) -> list[FinishedGeneration]:
-        """Prefill and sample the first token of each; equal prompts are computed once. Returns those it
-        finished.
-        """
+        """Prefill and sample each one's first token, equal prompts once. Returns those it finished."""
         start = len(self.requests)
         rows = slice(start, start + len(requests))
         contexts: dict[bytes, Context] = {}
@@ -90,8 +85,7 @@ class RunningBatch:
         return None
 
     def commit(self, version: int) -> int:
-        """Tokens from here on are of `version`, whose weights the network has now: recompute the KV of every
-        row.
+        """From here on tokens are of `version`, whose weights the network has: recompute every row's KV.
 
         Returns:
             The number of rows recomputed.

@@ -1,6 +1,4 @@
-"""The error family of inference engines; every message names the request, tensor or version, and the way
-out.
-"""
+"""The error family of inference engines; a message names the request, tensor or version, and the way out."""
 
 
 class EngineError(Exception):
@@ -18,9 +16,7 @@ class NotReady(EngineError):
 
 
 class InvalidUpdate(EngineError, ValueError):
-    """Tensors of a version that do not fit the model, or a version out of order. The engine serves on as
-    before.
-    """
+    """Tensors of a version that do not fit the model, or a version out of order. The engine serves on."""
 
 
 class ReplayMismatch(EngineError):
@@ -32,9 +28,7 @@ class EngineClosed(EngineError):
 
 
 class EngineFailed(EngineError):
-    """The compute thread ended with an error; the message holds its traceback, `__cause__` the error
-    itself.
-    """
+    """The compute thread ended with an error, which is `__cause__`; the message holds its traceback."""
 
 
 class UnknownEngine(EngineError, ValueError):

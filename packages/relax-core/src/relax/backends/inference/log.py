@@ -45,9 +45,7 @@ class EngineLog:
             return [list(event) for event in self._events]
 
     def take(self) -> list[Event]:
-        """What was recorded since the last call, which is then no longer held: a long run writes it away
-        piecewise.
-        """
+        """What was recorded since the last call, no longer held then: a long run writes it piecewise."""
         with self._lock:
             taken, self._events = self._events, []
             return taken

@@ -69,9 +69,7 @@ class Schedule(Protocol):
 
 
 class LiveSchedule:
-    """Aborts first, then a commit, then whatever fits of what waits, first come first served, then a decode
-    step.
-    """
+    """Aborts, then a commit, then whatever fits of what waits, first come first served, then a decode."""
 
     def next(self, inbox: Inbox, running: Collection[str], free: int) -> Action | None:
         while inbox.aborts:

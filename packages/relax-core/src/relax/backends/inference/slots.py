@@ -65,9 +65,7 @@ class SlotLayer(CacheLayerMixin):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """In a prefill keep the new states for `SlotCache.place`; in a decode step write them at each row's
-        end.
-        """
+        """In a prefill keep the states for `SlotCache.place`; in a decode write them at each row's end."""
         at = self._cache.decoding
         if at is None:
             self.fresh = (key_states, value_states)
@@ -99,9 +97,7 @@ class SlotCache(Cache):
         super().__init__(layers=list(self._layers))
         self.capacity = capacity
         self.decoding: tuple[Tensor, Tensor, int] | None = None
-        """In a decode step: rows int64 [rows], the position each writes int64 [rows], the width attended
-        to.
-        """
+        """In a decode step: rows int64 [rows], the position each writes int64 [rows], the width read."""
         self._slots = slots
         self._dtype, self._device = dtype, device
         self._masked = torch.finfo(dtype).min
@@ -172,9 +168,7 @@ class SlotCache(Cache):
         self.decoding = None
 
     def _grow(self, slots: int, width: int) -> None:
-        """Make room for that many rows and positions, doubling so that growth is paid for a logarithm of
-        times.
-        """
+        """Make room for that many rows and positions, by doubling, so that growing is rare."""
         have_slots, have_width = self._mask.shape
         if slots <= have_slots and width <= have_width:
             return

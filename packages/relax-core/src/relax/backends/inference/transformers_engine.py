@@ -1,6 +1,4 @@
-"""The `transformers` engine: continuous batching over a Hugging Face model, in this process, in its own
-thread.
-"""
+"""The `transformers` engine: continuous batching over a Hugging Face model, in a thread of its own."""
 
 import asyncio
 import threading
@@ -165,20 +163,15 @@ class TransformersEngine:
         return stream
 
     async def abort(self, request_id: str) -> None:
-        """End a request before the next step, with what it has and reason `abort`. An unknown id is
-        ignored.
-        """
+        """End a request before the next step, with what it has, as `abort`. An unknown id is ignored."""
         self._give_up([request_id])
 
     def weights(self) -> dict[str, Tensor]:
-        """The weights by Hugging Face name: what the tensors of a version have to look like. Their values
-        change at each commit.
-        """
+        """The weights by Hugging Face name: what a version has to look like. A commit changes them."""
         return dict(self._network.layout)
 
     async def begin_update(self, version: int, tensors: Mapping[str, Tensor]) -> None:
-        """Take the complete weights of a version, to be committed; one begun before and not committed is
-        forgotten.
+        """Take a version's complete weights, to be committed; one begun and not committed is forgotten.
 
         Nothing is copied yet: the tensors must stay as they are until `commit_update` has returned.
 
@@ -197,8 +190,7 @@ class TransformersEngine:
             self._inbox.staged = StagedVersion(version, dict(tensors))
 
     async def commit_update(self, version: int) -> UpdateReport:
-        """Copy the begun version in place between two decode steps; the KV of all that runs is recomputed
-        with it.
+        """Copy the begun version in between two decode steps; the KV of all that runs is recomputed.
 
         Raises:
             InvalidUpdate: the version was not begun, or another commit is under way.
@@ -269,9 +261,7 @@ class TransformersEngine:
             )
 
     async def close(self) -> None:
-        """End the compute thread after the step it is in; what is unfinished fails with EngineClosed.
-        Idempotent.
-        """
+        """End the compute thread after its step; the unfinished fails with EngineClosed. Idempotent."""
         with self._arrival:
             self._closing = True
             self._arrival.notify()

@@ -80,8 +80,7 @@ def logprobs_equal_plain_transformers(factory: Factory, folder: Path, scratch: P
 
 
 def gradients_do_not_depend_on_micro_batches(factory: Factory, folder: Path, scratch: Path) -> None:
-    """One micro-batch, one of every row, and a reversed order step to the same weights and report the same
-    norm."""
+    """One micro-batch, one a row, and a reversed order give the same weights and the same norm."""
     rows = _rows(folder)
     splits = [[rows], [[row] for row in rows], [rows[3:][::-1], rows[:3]]]
     results = []
@@ -180,8 +179,7 @@ def a_discarded_gradient_leaves_no_trace(factory: Factory, folder: Path, scratch
 
 
 def a_resumed_run_equals_an_uninterrupted_one(factory: Factory, folder: Path, scratch: Path) -> None:
-    """A warm-up step and three RL steps, a state through files into a new object, three more: the same
-    bits."""
+    """Warm-up, three steps, the state through files into a new object, three more: the same bits."""
     settings = TrainerSettings(lr=3e-3, lr_schedule="cosine", warmup_steps=2, total_steps=8)
     batches = [_rows(folder, seed) for seed in range(7)]
 
@@ -224,8 +222,7 @@ def a_state_is_a_copy(factory: Factory, folder: Path, scratch: Path) -> None:
 
 
 def a_foreign_state_is_refused_whole(factory: Factory, folder: Path, scratch: Path) -> None:
-    """A tensor that is missing, foreign or of another shape: refused with an error of the family, nothing
-    loaded."""
+    """A missing, foreign or misshapen tensor: refused with an error of the family, nothing loaded."""
     backend = factory(folder, SETTINGS)
     before = _copy(backend)
     backend.forward_backward(pack(_rows(folder)), policy_gradient)
@@ -248,8 +245,7 @@ def a_foreign_state_is_refused_whole(factory: Factory, folder: Path, scratch: Pa
 
 
 def supervised_steps_lower_the_loss(factory: Factory, folder: Path, scratch: Path) -> None:
-    """The first loss is the mean cross-entropy of the marked tokens; twenty steps on one batch at least halve
-    it."""
+    """The first loss is the marked tokens' mean cross-entropy; twenty steps on a batch halve it."""
     rows = _rows(folder)
     backend = factory(folder, SETTINGS)
     mask = pack(rows).fields["loss_mask"].bool()
