@@ -162,6 +162,7 @@ class Schedule(RuleBasedStateMachine):
         max_priority=st.none() | st.integers(0, 2),
         min_version=st.none() | st.integers(0, 2),
         partial=st.booleans(),
+        at_least=st.none() | st.integers(1, 3),
         seconds=st.floats(1, 10),
     )
     def fetch(
@@ -171,11 +172,14 @@ class Schedule(RuleBasedStateMachine):
         max_priority: int | None,
         min_version: int | None,
         partial: bool,
+        at_least: int | None,
         seconds: float,
     ) -> None:
         whole = task == "whole"
         sampler, wanted = (Groups(N), count * N) if whole else (InOrder(), count)
-        request = Wanted(task, wanted, sampler, max_priority, min_version, partial)
+        enough = count if at_least is None else min(at_least, count)
+        floor = enough * (N if whole else 1)
+        request = Wanted(task, wanted, sampler, max_priority, min_version, floor, partial)
         if whole:
             units = self.ready_groups(task, max_priority, min_version)
         else:
@@ -196,11 +200,11 @@ class Schedule(RuleBasedStateMachine):
                 assert not self.unready(task)
             return
         if lease is None:
-            assert len(units) < (1 if partial else count)
+            assert len(units) < (1 if partial else enough)
             return
         expected = [sample for unit in units[:count] for sample in unit]
         assert list(lease.ids) == expected  # order, wholeness, and never more than asked for
-        assert len(units) >= count or partial or self.part.closed
+        assert len(units) >= enough or partial or self.part.closed
         self.out[lease.id] = (task, expected, self.now + seconds)
 
     @precondition(lambda self: self.out)

@@ -78,6 +78,18 @@ def test_a_waiting_fetch_is_woken_by_the_put_that_completes_it(queue: tq.Client,
     assert got[0]["x"].values.tolist() == [0, 1, 2, 3]
 
 
+def test_at_least_is_served_at_once_with_what_is_ready(queue: tq.Client, name: str) -> None:
+    part = queue.partition(name, tasks={"t": ["x"]})
+    part.put({"x": np.arange(4)}, groups=["a", "a", "b", "b"])
+    part.put({"x": np.array([9])}, groups=["c"], group_sizes={"c": 2})
+    batch = part.fetch("t", 8, sampler=Groups(2), at_least=2, timeout=30)
+    assert batch["x"].values.tolist() == [0, 1, 2, 3]
+    with pytest.raises(tq.Timeout):
+        part.fetch("t", 8, sampler=Groups(2), at_least=2, timeout=0)
+    with pytest.raises(tq.InvalidArgument, match="at_least"):
+        part.fetch("t", 2, at_least=3, timeout=0)
+
+
 def test_max_priority_and_min_version_filter(queue: tq.Client, name: str) -> None:
     part = queue.partition(name, tasks={"t": ["x"]})
     part.put({"x": np.arange(6)}, priority=[3, 1, 2, 1, 2, 3], version=[0, 1, 2, 3, 4, 5])

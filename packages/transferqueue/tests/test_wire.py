@@ -132,7 +132,7 @@ def test_requests_with_senseless_numbers_are_refused(store: tq.Server, queue: tq
     spec = {"x": tq.FieldSpec("int64", (), True)}
     with raw(store.address) as peer:
         peer.hello()
-        fetch = Fetch(number, "t", 1, InOrder(), None, None, False, 60.0)
+        fetch = Fetch(number, "t", 1, InOrder(), None, None, None, False, 60.0)
         for at, (body, kind) in enumerate(
             [
                 (Reserve(99, 1, 1, spec, None, {}), "UnknownName"),
@@ -188,7 +188,7 @@ def test_a_repeated_request_has_one_effect(store: tq.Server, queue: tq.Client, n
                 assert isinstance(unit.ask(1, Store(ids, header, True), payload).body, Done)
         for _ in range(3):
             assert isinstance(peer.ask(2, Commit(reserved.reservation, spec, None, {}, 0, 0)).body, Done)
-        fetch = Fetch(number, "t", 2, InOrder(), None, None, False, 60.0)
+        fetch = Fetch(number, "t", 2, InOrder(), None, None, None, False, 60.0)
         leased = peer.ask(3, fetch).body
         assert isinstance(leased, Leased)
         assert leased.ids == ids[:2]
@@ -209,7 +209,7 @@ def test_a_repeated_waiting_fetch_is_answered_once_where_it_was_last_asked(
     store: tq.Server, queue: tq.Client, name: str
 ) -> None:
     part = queue.partition(name, tasks={"t": ["x"]})
-    fetch = Fetch(part._calls.number, "t", 1, InOrder(), None, None, False, 60.0)
+    fetch = Fetch(part._calls.number, "t", 1, InOrder(), None, None, None, False, 60.0)
     with raw(store.address) as old, raw(store.address) as new:
         old.hello(client=12)
         old.socket.send(encoder.encode(Request(1, 0, 20.0, fetch)))

@@ -83,8 +83,8 @@ def tasks(*, reference: bool, media: bool) -> dict[str, list[str]]:
         *("tokens", "prompt_length", "loss_mask", "rollout_logprobs", "policy_versions", "advantages"),
         *("ordinal", "member", "reward", "reward_parts", "truncated", "turns"),
     ]
-    found = {TASK_ADVANTAGES: ["reward", "loss_mask"]}
+    found = {TASK_ADVANTAGES: ["reward", "loss_mask", "ordinal"]}
     if reference:
-        found[TASK_REFERENCE] = ["tokens", "prompt_length", "loss_mask", "member", *pictures]
+        found[TASK_REFERENCE] = ["tokens", "prompt_length", "loss_mask", "ordinal", "member", *pictures]
         actor.append("reference_logprobs")
     return {**found, TASK_ACTOR: actor + pictures}

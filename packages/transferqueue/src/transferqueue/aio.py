@@ -170,12 +170,22 @@ class AsyncPartition:
         lease_seconds: float = 600.0,
         timeout: float = 30.0,
         partial: bool = False,
+        at_least: int | None = None,
     ) -> AsyncBatch:
         """See `Partition.fetch`. Cancelling the task gives the request up: nothing stays leased."""
         loan = await run_async(
             self._link,
             self._calls.fetch(
-                task, batch_size, sampler, max_priority, min_version, fields, lease_seconds, timeout, partial
+                task,
+                batch_size,
+                sampler,
+                max_priority,
+                min_version,
+                fields,
+                lease_seconds,
+                timeout,
+                partial,
+                at_least,
             ),
         )
         return AsyncBatch(self._calls, loan)

@@ -330,6 +330,7 @@ class PartitionCalls:
         lease_seconds: float,
         timeout: float,
         partial: bool,
+        at_least: int | None,
     ) -> Steps[Loan]:
         deadline = time.monotonic() + timeout
         request = Fetch(
@@ -339,6 +340,7 @@ class PartitionCalls:
             sampler if sampler is not None else InOrder(),
             max_priority,
             min_version,
+            None if at_least is None else int(at_least),
             partial,
             float(lease_seconds),
         )

@@ -281,8 +281,9 @@ class Partition:
         lease_seconds: float = 600.0,
         timeout: float = 30.0,
         partial: bool = False,
+        at_least: int | None = None,
     ) -> Batch:
-        """Leases `batch_size` samples; waits in the controller until there are as many.
+        """Leases `batch_size` samples; waits in the controller until there are as many (or `at_least`).
 
         Args:
             task: whose samples.
@@ -294,6 +295,7 @@ class Partition:
             lease_seconds: after which unacked samples return.
             timeout: seconds to wait for samples.
             partial: at the deadline, take what there is if it is at least one sample (group).
+            at_least: be served as soon as so many samples are ready, with up to `batch_size` of them.
 
         Returns:
             A batch; fewer than `batch_size` samples only at the end of the stream, for groups with
@@ -307,7 +309,16 @@ class Partition:
         loan = run(
             self._link,
             self._calls.fetch(
-                task, batch_size, sampler, max_priority, min_version, fields, lease_seconds, timeout, partial
+                task,
+                batch_size,
+                sampler,
+                max_priority,
+                min_version,
+                fields,
+                lease_seconds,
+                timeout,
+                partial,
+                at_least,
             ),
         )
         return Batch(self._calls, loan)

@@ -380,7 +380,13 @@ class ControllerService:
                 f"batch_size {body.count} is no multiple of the group size {body.sampler.n}; "
                 "groups are served whole"
             )
-        wanted = Wanted(body.task, body.count, body.sampler, body.max_priority, body.min_version)
+        if body.at_least is not None and not 1 <= body.at_least <= body.count:
+            raise InvalidArgument(
+                f"at_least is {body.at_least}; it must be in [1, {body.count}], the batch_size"
+            )
+        wanted = Wanted(
+            body.task, body.count, body.sampler, body.max_priority, body.min_version, body.at_least
+        )
         waiting = WaitingFetch(call, wanted, body.partial, _seconds(body.lease_seconds))
         if not self._serve(body.partition, waiting, now):
             self._fetches.setdefault((body.partition, body.task), []).append(waiting)

@@ -128,6 +128,7 @@ class Fetch(_Body, frozen=True):
     sampler: Sampler
     max_priority: int | None
     min_version: int | None
+    at_least: int | None
     partial: bool
     lease_seconds: float
 

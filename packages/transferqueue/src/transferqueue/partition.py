@@ -82,14 +82,22 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What a fetch asks for. With `partial`, one sample (or group) is enough."""
+    """What a fetch asks for: up to `count` samples, as soon as there are `at_least` (None: all `count`). With
+    `partial`, one sample (or group) is enough.
+    """
 
     task: str
     count: int
     sampler: Sampler = field(default_factory=InOrder)
     max_priority: int | None = None
     min_version: int | None = None
+    at_least: int | None = None
     partial: bool = False
+
+    @property
+    def floor(self) -> int:
+        """Samples that are enough while more may come."""
+        return 1 if self.partial else self.count if self.at_least is None else self.at_least
 
 
 class Partition:
@@ -300,7 +308,7 @@ class Partition:
         unready, ready = task.counts[State.UNREADY], task.counts[State.READY]
         if self.closed and not (unready or ready or self._others_hold(task, owner)):
             raise self._drained(task)
-        enough = 1 if wanted.partial or (self.closed and not unready) else wanted.count
+        enough = 1 if self.closed and not unready else wanted.floor
         return [item.value for item in self._take(task.ready, wanted.count, enough, wanted)]
 
     def _take_groups(self, task: Task, view: GroupView, wanted: Wanted, owner: int) -> list[int]:
@@ -308,7 +316,7 @@ class Partition:
         if self.closed and not (waiting or ready or (leased and self._others_hold(task, owner))):
             raise self._drained(task)
         count = wanted.count // view.n
-        enough = 1 if wanted.partial or (self.closed and not waiting) else count
+        enough = 1 if self.closed and not waiting else -(-wanted.floor // view.n)
         return [sample for item in self._take(view.ready, count, enough, wanted) for sample in item.value.ids]
 
     @staticmethod

@@ -19,7 +19,7 @@ from relax.distributed.schedule import Record, read
 from relax.distributed.version_clock import VersionClock
 from relax.distributed.weights import WeightPublisher
 from relax.engine.checkpoints import Checkpoints, Trained
-from relax.engine.micro_batches import Group, canonical, chunked, ordered, pack
+from relax.engine.micro_batches import Group, canonical, chunked, groups_of, ordered, pack
 from relax.ops.reports import Reports
 
 
@@ -98,6 +98,7 @@ class Actor:
             else None
         )
         self._bus: Bus | None = None
+        self._tail: asyncio.Task[None] | None = None
 
     def stop(self) -> None:
         """Give up the step at hand, write a checkpoint, end the stream. Call from the event loop."""
@@ -123,6 +124,7 @@ class Actor:
             self._reports.add("event", event="stopped", step=self._clock.actor)
         finally:
             await feed.aclose()
+            await self._settled()
         if self._clock.actor > saved or not self._checkpoints.newest():
             await self._in_thread(self._save)
         await self._in_thread(self._publisher.settle)
@@ -142,22 +144,19 @@ class Actor:
         clocks, totals, groups = Clocks(), Totals(), []
         async for chunk in self._chunks(step, feed, clocks):
             groups += chunk
-            batches = [group.batch for group in chunk]
             for group in chunk:
-                for versions in group.batch["policy_versions"]:
+                for versions in group.column("policy_versions"):
                     self._clock.admit(step, versions)
             self._journal.write(
                 step=step,
                 segment=self._context.segment,
-                ids=[int(i) for batch in batches for i in batch.ids],
+                ids=[i for group in chunk for i in group.ids],
                 ordinals=[group.ordinal for group in chunk],
             )
             begun = time.perf_counter()
             totals.add(
                 await self._in_thread(
-                    lambda batches=batches: self._backend.forward_backward(
-                        pack(batches), self._algorithm.loss
-                    )
+                    lambda chunk=chunk: self._backend.forward_backward(pack(chunk), self._algorithm.loss)
                 )
             )
             clocks.train += time.perf_counter() - begun
@@ -174,16 +173,28 @@ class Actor:
             step=step,
             ordinals=[group.ordinal for group in groups],
             oldest_versions=[
-                min(int(versions[:, 0].min()) for versions in group.batch["policy_versions"])
+                min(int(versions[:, 0].min()) for versions in group.column("policy_versions"))
                 for group in groups
             ],
         )
         self._journal.write(step=step, segment=self._context.segment, done=True)
         self._trained.add(group.ordinal for group in groups)
         metrics = step_metrics(step, groups, totals, stats, clocks)
-        await asyncio.gather(*(group.batch.ack() for group in groups))
-        metrics["queue/depth"] = await self._depth()
+        await self._settled()
+        self._tail = asyncio.create_task(self._acknowledge(step, groups, metrics))
+
+    async def _acknowledge(self, step: int, groups: Sequence[Group], metrics: dict[str, float]) -> None:
+        """Tell the bus that a step's samples are trained; goes on beside the next step."""
+        batches = {id(group.batch): group.batch for group in groups}
+        await asyncio.gather(*(batch.ack() for batch in batches.values()))
+        assert self._bus is not None
+        metrics["queue/depth"] = await self._bus.depth()
         self._reports.add("step", step=step, metrics=metrics)
+
+    async def _settled(self) -> None:
+        """Wait until the step before has been acknowledged."""
+        if self._tail is not None:
+            await self._tail
 
     async def _chunks(
         self, step: int, feed: AsyncIterator[Group], clocks: Clocks
@@ -208,17 +219,19 @@ class Actor:
         """Every group of every step in order, leased one ahead of what is being trained."""
         assert self._bus is not None
         for step in range(self._context.first_step, self._config.steps):
-            for _ in range(self._groups):
-                while True:
-                    try:
-                        batch = await self._bus.groups(schema.TASK_ACTOR, self._members, up_to_step=step)
-                        break
-                    except tq.Timeout:
-                        continue
-                group = Group.of(batch)
-                if group.step != step:
-                    raise RuntimeError(f"the bus gave a group of step {group.step} to step {step}")
-                yield group
+            left = self._groups
+            while left:
+                try:
+                    batch = await self._bus.groups(
+                        schema.TASK_ACTOR, self._members, most=left, up_to_step=step
+                    )
+                except tq.Timeout:
+                    continue
+                for group in groups_of(batch):
+                    if group.step != step:
+                        raise RuntimeError(f"the bus gave a group of step {group.step} to step {step}")
+                    left -= 1
+                    yield group
 
     async def _or_stop(self, what: Any) -> Any:
         if self._stop.is_set():
@@ -234,10 +247,6 @@ class Actor:
             if not waiting.done():
                 waiting.cancel()
                 await asyncio.gather(waiting, return_exceptions=True)
-
-    async def _depth(self) -> int:
-        assert self._bus is not None
-        return await self._bus.depth()
 
     # In the compute thread
 
@@ -256,14 +265,14 @@ def step_metrics(
     step: int, groups: Sequence[Group], totals: Totals, stats: StepStats, clocks: Clocks
 ) -> dict[str, float]:
     """What is told of a step. `time/` and `perf/` depend on the clock, all others only on the data."""
-    rewards = np.array([float(r) for group in groups for r in group.batch["reward"]])
-    masks = [mask for group in groups for mask in group.batch["loss_mask"]]
+    rewards = np.array([float(r) for group in groups for r in group.column("reward")])
+    masks = [mask for group in groups for mask in group.column("loss_mask")]
     tokens = int(sum(int(mask.sum()) for mask in masks))
     ages = np.array(
-        [step - int(versions[:, 0].min()) for group in groups for versions in group.batch["policy_versions"]]
+        [step - int(versions[:, 0].min()) for group in groups for versions in group.column("policy_versions")]
     )
-    truncated = [float(t) for group in groups for t in group.batch["truncated"]]
-    turns = [float(t) for group in groups for t in group.batch["turns"]]
+    truncated = [float(t) for group in groups for t in group.column("truncated")]
+    turns = [float(t) for group in groups for t in group.column("turns")]
     seconds = time.perf_counter() - clocks.started
     metrics = {
         "reward/mean": float(rewards.mean()),
@@ -293,7 +302,7 @@ def step_metrics(
 def _parts(groups: Sequence[Group]) -> dict[str, list[float]]:
     parts: dict[str, list[float]] = {}
     for group in groups:
-        for sample in group.batch["reward_parts"]:
+        for sample in group.column("reward_parts"):
             for name, value in sample.items():
                 parts.setdefault(name, []).append(float(value))
     return parts

@@ -14,7 +14,7 @@ from relax.distributed.bus import Bus
 
 
 class Advantages:
-    """Computes the advantages of each group as it becomes whole."""
+    """Computes the advantages of groups as they become whole."""
 
     def __init__(self, context: RunContext) -> None:
         self._context = context
@@ -33,7 +33,10 @@ class Advantages:
                 except tq.Closed:
                     return
                 advantages = group_advantages(
-                    self._algorithm, [float(r) for r in batch["reward"]], list(batch["loss_mask"])
+                    self._algorithm,
+                    [float(reward) for reward in batch["reward"]],
+                    [int(ordinal) for ordinal in batch["ordinal"]],
+                    list(batch["loss_mask"]),
                 )
                 await bus.partition.update(batch.ids, {"advantages": advantages})
                 await batch.ack()
@@ -41,12 +44,14 @@ class Advantages:
             await bus.close()
 
 
-def group_advantages(algorithm: Algorithm, rewards: list[float], masks: list[np.ndarray]) -> list[np.ndarray]:
-    """Advantages of one group: a float32 [response] array a member."""
+def group_advantages(
+    algorithm: Algorithm, rewards: list[float], groups: list[int], masks: list[np.ndarray]
+) -> list[np.ndarray]:
+    """Advantages of whole groups: a float32 [response] array a sample."""
     mask, offsets = ragged(masks, torch.float32)
     inputs = AdvantageInputs(
         rewards=torch.tensor(rewards, dtype=torch.float32),
-        groups=torch.zeros(len(rewards), dtype=torch.int64),
+        groups=torch.tensor(groups, dtype=torch.int64),
         mask=mask,
         offsets=offsets,
     )

@@ -21,7 +21,7 @@ class RoleHost:
         self._engines = dict(engines or {})
         self._reports = Reports(role)
         self._loop: Any = None
-        self._task: asyncio.Task[None] | None = None
+        self._task: asyncio.Future[None] | None = None
         self._stopping = False
         self._built = asyncio.Event()
 
@@ -53,11 +53,12 @@ class RoleHost:
         if self._loop is None:
             await self.build()
         role: Any = self._loop
-        self._task = asyncio.ensure_future(role.run())
+        running: asyncio.Future[None] = asyncio.ensure_future(role.run())
+        self._task = running
         if self._stopping:
             self._stop()
         try:
-            await self._task
+            await running
         except asyncio.CancelledError:
             if not self._stopping:
                 raise

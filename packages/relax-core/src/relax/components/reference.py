@@ -10,7 +10,7 @@ from relax import schema
 from relax.backends.train.base import TrainBackend
 from relax.components.context import RunContext
 from relax.distributed.bus import Bus
-from relax.engine.micro_batches import pack
+from relax.engine.micro_batches import groups_of, pack
 
 
 class Reference:
@@ -38,11 +38,14 @@ class Reference:
                     return
                 if backend is None:
                     backend = await asyncio.to_thread(self._load)
-                packed = pack([batch])
+                groups = groups_of(batch)
+                packed = pack(groups)
                 logprobs = (await asyncio.to_thread(backend.forward, packed)).numpy()
                 bounds = packed.response_offsets.tolist()
                 rows = [logprobs[a:b] for a, b in pairwise(bounds)]
-                await bus.partition.update(batch.ids, {"reference_logprobs": rows})
+                await bus.partition.update(
+                    [i for group in groups for i in group.ids], {"reference_logprobs": rows}
+                )
                 await batch.ack()
         finally:
             await bus.close()

@@ -114,8 +114,12 @@ class Rollout:
                 await self._any_finished()
                 continue
             if await self._startable(slot.step):
-                prompt = self._source.take()
-                self._launch(prompt, self._pool.least_loaded(slot.step))
+                self._launch_startable()
+
+    def _launch_startable(self) -> None:
+        """Start every group that may start now, so that their first turns reach the engines together."""
+        while (slot := self._pacer.peek()) is not None and self._clock.routable(slot.step):
+            self._launch(self._source.take(), self._pool.least_loaded(slot.step))
 
     async def _startable(self, step: int) -> bool:
         """Wait until a group of `step` may start; False when one ended first, which may change the next."""

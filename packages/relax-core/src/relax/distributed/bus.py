@@ -9,6 +9,9 @@ import transferqueue as tq
 
 from relax import schema
 
+READY_AT_ONCE = 64
+"""Groups that a role takes from the bus in one round trip, if so many are ready."""
+
 
 @dataclass(frozen=True)
 class Endpoint:
@@ -72,11 +75,24 @@ class Bus:
         )
 
     async def groups(
-        self, task: str, size: int, *, up_to_step: int | None = None, timeout: float = 60.0
+        self,
+        task: str,
+        size: int,
+        *,
+        most: int = READY_AT_ONCE,
+        up_to_step: int | None = None,
+        timeout: float = 60.0,
     ) -> "tq.AsyncBatch":
-        """The next whole group of `size` samples of a task, lowest step first."""
+        """The whole groups of `size` samples that are ready, at least one and at most `most`, lowest step
+        first.
+        """
         return await self.partition.fetch(
-            task, size, sampler=tq.samplers.Groups(size), max_priority=up_to_step, timeout=timeout
+            task,
+            size * most,
+            at_least=size,
+            sampler=tq.samplers.Groups(size),
+            max_priority=up_to_step,
+            timeout=timeout,
         )
 
     async def depth(self) -> int:

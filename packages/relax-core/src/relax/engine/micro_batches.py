@@ -15,15 +15,38 @@ RESPONSE_FIELDS = ("loss_mask", "rollout_logprobs", "advantages", "reference_log
 
 @dataclass(frozen=True)
 class Group:
-    """One whole group, leased to the actor. `batch` rows are its members."""
+    """One whole group of a leased batch. `rows` are its members' places in the batch, by member number."""
 
     ordinal: int
     step: int
     batch: "tq.AsyncBatch"
+    rows: tuple[int, ...]
 
-    @classmethod
-    def of(cls, batch: "tq.AsyncBatch") -> "Group":
-        return cls(int(batch["ordinal"][0]), int(batch.priorities[0]), batch)
+    @property
+    def ids(self) -> list[int]:
+        return [int(self.batch.ids[row]) for row in self.rows]
+
+    def column(self, name: str) -> list[Any]:
+        """A field of its members."""
+        column = self.batch[name]
+        return [column[row] for row in self.rows]
+
+
+def groups_of(batch: "tq.AsyncBatch") -> list[Group]:
+    """The groups of a batch, in the order they came."""
+    rows: dict[str | None, list[int]] = {}
+    for row, key in enumerate(batch.groups):
+        rows.setdefault(key, []).append(row)
+    member, ordinal = batch["member"], batch["ordinal"]
+    return [
+        Group(
+            int(ordinal[found[0]]),
+            int(batch.priorities[found[0]]),
+            batch,
+            tuple(sorted(found, key=lambda row: int(member[row]))),
+        )
+        for found in rows.values()
+    ]
 
 
 async def ordered(
@@ -65,29 +88,21 @@ async def chunked(groups: AsyncIterator[Group], size: int) -> AsyncIterator[list
         yield chunk
 
 
-def pack(batches: Sequence["tq.AsyncBatch"]) -> Packed:
-    """Leased samples as one micro-batch, rows in the order given, members by their number.
-
-    Every response-aligned field that is there comes along.
-    """
-    rows = [(batch, int(row)) for batch in batches for row in _by_member(batch)]
-    tokens, offsets = ragged([batch["tokens"][row] for batch, row in rows], torch.int64)
+def pack(groups: Sequence[Group]) -> Packed:
+    """Groups as one micro-batch, in the order given. Every response-aligned field that is there comes along."""
+    tokens, offsets = ragged([row for group in groups for row in group.column("tokens")], torch.int64)
     fields = {
         name: ragged(
-            [batch[name][row] for batch, row in rows], torch.uint8 if name == "loss_mask" else torch.float32
+            [row for group in groups for row in group.column(name)],
+            torch.uint8 if name == "loss_mask" else torch.float32,
         )[0]
         for name in RESPONSE_FIELDS
-        if name in batches[0]
+        if name in groups[0].batch
     }
     return Packed(
         tokens=tokens,
         offsets=offsets,
-        prompt_lengths=torch.tensor([int(batch["prompt_length"][row]) for batch, row in rows]),
+        prompt_lengths=torch.tensor([int(n) for group in groups for n in group.column("prompt_length")]),
         fields=fields,
-        media=[media_of(batch, row) for batch, row in rows],
+        media=[media_of(group.batch, row) for group in groups for row in group.rows],
     )
-
-
-def _by_member(batch: Any) -> list[int]:
-    members = [int(member) for member in batch["member"]]
-    return sorted(range(len(members)), key=members.__getitem__)

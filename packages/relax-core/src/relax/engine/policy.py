@@ -14,10 +14,18 @@ class ReplicaPolicy:
     def __init__(self, processor: OmniProcessor, replica: Replica) -> None:
         self._processor = processor
         self._replica = replica
+        self._opening: tuple[list[Message], bool, Encoded] | None = None
 
     def encode(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> Encoded:
+        """The opening of an episode; the members of a group open alike, and are encoded once."""
+        if self._opening is not None:
+            known, prompted, encoded = self._opening
+            if prompted == add_generation_prompt and _same(known, messages):
+                return encoded
         sample = self._processor(messages, add_generation_prompt=add_generation_prompt)
-        return Encoded(sample.tokens, list(sample.media))
+        encoded = Encoded(sample.tokens, list(sample.media))
+        self._opening = (list(messages), add_generation_prompt, encoded)
+        return encoded
 
     def encode_observation(
         self, conversation: Sequence[Message], action: Action, observation: Observation
@@ -36,3 +44,10 @@ class ReplicaPolicy:
 
     async def abort(self, request_id: str) -> None:
         await self._replica.engine.abort(request_id)
+
+
+def _same(known: Sequence[Message], messages: Sequence[Message]) -> bool:
+    """Whether two conversations are the same objects, or the same text."""
+    return len(known) == len(messages) and all(
+        a is b or (isinstance(a["content"], str) and a == b) for a, b in zip(known, messages, strict=True)
+    )

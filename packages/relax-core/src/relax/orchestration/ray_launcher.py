@@ -42,7 +42,7 @@ class RayLauncher:
                 target=serve.deployment(
                     name=role.name,
                     ray_actor_options={"num_cpus": SERVICE_CPUS},
-                    health_check_period_s=2,
+                    health_check_period_s=10,
                     health_check_timeout_s=30,
                 )(RoleService).bind(role, self._context, {}),
                 name=self._name(role.name),

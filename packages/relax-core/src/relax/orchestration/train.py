@@ -24,6 +24,11 @@ from relax.orchestration.run_folder import RunFolder, begin_segment
 from relax.orchestration.services import services
 
 POLL_SECONDS = 0.25
+"""Between two looks at the roles while they start or end."""
+
+FOLLOW_SECONDS = 1.0
+"""Between two looks at the roles while they work; a look costs each of them some milliseconds."""
+
 STOP_SECONDS = 60.0
 """Longest tidy end after a stop; then the rest is ended."""
 
@@ -227,9 +232,11 @@ async def _follow(
             await launcher.stop()
         if ending is not None and time.monotonic() - ending > STOP_SECONDS:
             raise RoleFailed(f"the roles did not end within {STOP_SECONDS:g} s of the stop")
-        await asyncio.wait({stop}, timeout=POLL_SECONDS) if not stop.done() else await asyncio.sleep(
-            POLL_SECONDS
-        )
+        pause = FOLLOW_SECONDS if run.rewards and ending is None else POLL_SECONDS
+        if stop.done():
+            await asyncio.sleep(pause)
+        else:
+            await asyncio.wait({stop}, timeout=pause)
 
 
 def _actor_done(poll: Poll) -> bool:
