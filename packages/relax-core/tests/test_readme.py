@@ -13,7 +13,7 @@ README = Path(__file__).parent.parent / "README.md"
 @pytest.mark.timeout(150)
 def test_the_example_of_the_readme_learns_in_one_process(tmp_path: Path) -> None:
     [program] = re.findall(r"^```python\n(.*?)^```$", README.read_text(), re.MULTILINE | re.DOTALL)
-    (tmp_path / "example.py").write_text(program + "\n    import sys\n    assert 'ray' not in sys.modules\n")
+    (tmp_path / "example.py").write_text(program + "\nimport sys\n\nassert 'ray' not in sys.modules\n")
 
     ran = subprocess.run(
         [sys.executable, "example.py"], cwd=tmp_path, capture_output=True, text=True, timeout=140, check=False
