@@ -24,6 +24,9 @@ class Oracle:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.model = build_model(folder)
+        names = ("image_token_id", "video_token_id")
+        config = self.model.config
+        self.placeholders = [getattr(config, name) for name in names if hasattr(config, name)]
         self._own = dict(named_weights(self.model))
         self._base = {name: tensor.clone() for name, tensor in self._own.items()}
 
@@ -56,7 +59,10 @@ class Oracle:
         temperature: float,
         media: Sequence[Mapping[str, Any]] = (),
     ) -> np.ndarray:
-        """float32 [response, vocabulary]: logprobs of every token in place of each response token."""
+        """float32 [response, vocabulary]: logprobs of every token in place of each response token.
+
+        Placeholders of media, which no policy may say, have -inf.
+        """
         tokens = torch.from_numpy(np.concatenate([prompt, response]).astype(np.int64))[None]
         extra: dict[str, Any] = {}
         if media:
@@ -69,6 +75,7 @@ class Oracle:
             for name, tensor in weights.items():
                 self._own[name].copy_(tensor)
             logits = self.model(input_ids=tokens, use_cache=False, **extra).logits[0]
+            logits[:, self.placeholders] = -torch.inf
             return torch.log_softmax(logits[len(prompt) - 1 : -1] / (temperature or 1.0), dim=-1).numpy()
 
     def worst(self, request: GenerationRequest, generation: Generation) -> float:

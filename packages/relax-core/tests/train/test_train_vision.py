@@ -5,6 +5,8 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
+from relax.algorithms import grpo
+from relax.algorithms.settings import GRPOSettings
 from relax.backends.models import build_model
 from relax.backends.train.conformance import make_rows, pack, policy_gradient
 from relax.backends.train.errors import BatchError
@@ -13,8 +15,12 @@ from relax.backends.train.torch_native import TorchNative
 
 # Norms and rotary embeddings compute in float32 whatever the dtype: this is left of the 1e-10 of text.
 FLOAT64 = 1e-7
-VISION_START, VISION_END, IMAGE = 3, 4, 5
+TEMPERATURE = 0.8
+VISION_START, VISION_END, IMAGE, VIDEO = 3, 4, 5, 6
+UNSAMPLED = (IMAGE, VIDEO)
 PATCH_VALUES = 3 * 2 * 16 * 16
+SHOWN = 5
+"""The row to which a tool shows an image."""
 GRIDS = {"small": (1, 2, 2), "wide": (1, 2, 4), "large": (1, 4, 4)}
 
 
@@ -24,31 +30,53 @@ def image(name: str, seed: int) -> dict:
     return {"kind": "image", "pixel_values": pixels, "image_grid_thw": grid}
 
 
-def with_images(row: dict, images: list[dict]) -> dict:
-    """Put images, each between its marks, after the first prompt token."""
+def marked(images: list[dict]) -> list[int]:
     shown = []
     for item in images:
         shown += [VISION_START, *[IMAGE] * (int(item["image_grid_thw"].prod()) // 4), VISION_END]
+    return shown
+
+
+def with_images(row: dict, images: list[dict]) -> dict:
+    """Put images, each between its marks, after the first prompt token."""
+    shown = marked(images)
     tokens = np.concatenate([row["tokens"][:1], np.asarray(shown, np.int64), row["tokens"][1:]])
     return row | {"tokens": tokens, "prompt_length": row["prompt_length"] + len(shown), "media": images}
 
 
+def with_observation(row: dict, after: int, images: list[dict]) -> dict:
+    """Let a tool show images, after so many response tokens: none of what it shows is sampled."""
+    shown = marked(images)
+    place = int(row["prompt_length"]) + after
+    columns = {
+        name: np.insert(row[name], after, np.zeros(len(shown), row[name].dtype))
+        for name in ("loss_mask", "rollout_logprobs", "advantages")
+    }
+    tokens = np.insert(row["tokens"], place, shown)
+    return row | columns | {"tokens": tokens, "media": [*row["media"], *images]}
+
+
 @pytest.fixture
 def rows():
-    """Text, one image, two images, the first image again, text: no image token by chance."""
-    plain = make_rows(90, [(3, 4), (2, 6), (4, 3), (5, 8), (1, 5)])
+    """Text, one image, two images, the first image again, text, an image and then one shown by a tool.
+
+    No image token is there by chance.
+    """
+    plain = make_rows(90, [(3, 4), (2, 6), (4, 3), (5, 8), (1, 5), (3, 7)])
     plain = [row | {"tokens": row["tokens"] + 10} for row in plain]
     first, second, third = image("large", 1), image("wide", 2), image("small", 3)
     again = {name: value.copy() if name != "kind" else value for name, value in first.items()}
-    media = [[], [first], [second, third], [again], []]
-    return [with_images(row, images) for row, images in zip(plain, media, strict=True)]
+    media = [[], [first], [second, third], [again], [], [third]]
+    found = [with_images(row, images) for row, images in zip(plain, media, strict=True)]
+    found[SHOWN] = with_observation(found[SHOWN], 3, [second])
+    return found
 
 
 def micro_batch(rows):
     return dataclasses.replace(pack(rows), media=[row["media"] for row in rows])
 
 
-def plain_logprobs(model, row, temperature=0.8):
+def plain_logprobs(model, row):
     tokens, prompt = torch.as_tensor(row["tokens"])[None], int(row["prompt_length"])
     media = {}
     if row["media"]:
@@ -57,12 +85,23 @@ def plain_logprobs(model, row, temperature=0.8):
             "image_grid_thw": torch.stack([torch.as_tensor(item["image_grid_thw"]) for item in row["media"]]),
             "mm_token_type_ids": (tokens == IMAGE).int(),
         }
-    logits = model(input_ids=tokens, use_cache=False, **media).logits[0, prompt - 1 : -1] / temperature
-    return logits.log_softmax(-1).gather(1, tokens[0, prompt:, None]).flatten()
+    logits = model(input_ids=tokens, use_cache=False, **media).logits[0, prompt - 1 : -1]
+    return response_logprobs(logits, tokens[0, prompt:])
+
+
+def response_logprobs(logits, targets):
+    """Logprobs over the tokens that a policy may say, in their own vocabulary; 0 for the others."""
+    sayable = torch.tensor([token not in UNSAMPLED for token in range(logits.shape[-1])])
+    found = torch.zeros(len(targets), dtype=logits.dtype)
+    said = sayable[targets]
+    places = (sayable.cumsum(0) - 1)[targets[said]]
+    logprobs = (logits[said][:, sayable] / TEMPERATURE).log_softmax(-1)
+    found[said] = logprobs.gather(1, places[:, None]).flatten()
+    return found
 
 
 def make(folder, dtype=torch.float32) -> TorchNative:
-    return TorchNative(folder, settings=TrainerSettings(lr=1e-3, temperature=0.8), dtype=dtype)
+    return TorchNative(folder, settings=TrainerSettings(lr=1e-3, temperature=TEMPERATURE), dtype=dtype)
 
 
 def gradients(model) -> dict[str, torch.Tensor]:
@@ -131,33 +170,77 @@ def test_an_image_that_a_group_shares_goes_through_the_tower_once(vision_folder,
     assert patches == [16]
 
 
-def test_an_image_token_that_the_policy_sampled_is_text(vision_folder, rows):
+def test_a_placeholder_that_the_policy_is_said_to_have_sampled_is_refused(vision_folder, rows):
+    trainer = make(vision_folder)
+    prompt = int(rows[2]["prompt_length"])
+    for place, token in ((0, IMAGE), (2, VIDEO)):
+        tokens = rows[2]["tokens"].copy()
+        tokens[prompt + place] = token
+        row = rows[2] | {"tokens": tokens, "loss_mask": np.asarray([1, 0, 1], np.uint8)}
+        # Row 1 has no response: it starts where row 2 does.
+        empty = {name: value[:0] for name, value in rows[0].items() if name in pack(rows).fields}
+        empty |= {"tokens": rows[0]["tokens"][:3], "prompt_length": np.asarray(3), "media": []}
+        batch = micro_batch([rows[1], empty, row])
+        refused = rf"response token {place} of row 2 is {token}, which only stands for media .* loss_mask"
+        for call in (
+            trainer.forward,
+            lambda batch: trainer.forward_backward(batch, policy_gradient),
+            lambda batch: trainer.supervised_step(batch, 1e-3),
+        ):
+            with pytest.raises(BatchError, match=refused):
+                call(batch)
+    assert all(parameter.grad is None for parameter in trainer.model.parameters())
+
+
+def test_a_placeholder_without_a_picture_behind_it_is_text_that_was_shown(vision_folder, rows):
     row = rows[1]
-    sampled = row["tokens"].copy()
-    sampled[[int(row["prompt_length"]) + 1, -1]] = IMAGE
-    row = row | {"tokens": sampled}
+    tokens, mask = row["tokens"].copy(), row["loss_mask"].copy()
+    strays = [1, len(mask) - 1]
+    tokens[[int(row["prompt_length"]) + place for place in strays]] = IMAGE
+    mask[strays] = 0
+    row = row | {"tokens": tokens, "loss_mask": mask}
     ours = make(vision_folder).forward(micro_batch([row]))
-    # An engine decodes it token by token, as text whose positions go on: so does this cache.
+    # A cache that is fed token by token takes it for text whose positions go on.
     model = build_model(vision_folder).double()
-    tokens, prompt = torch.as_tensor(row["tokens"])[None], int(row["prompt_length"])
+    ids, prompt = torch.as_tensor(tokens)[None], int(row["prompt_length"])
     (item,) = row["media"]
     expected = []
     with torch.no_grad():
         outputs = model(
-            input_ids=tokens[:, :prompt],
-            mm_token_type_ids=(tokens[:, :prompt] == IMAGE).int(),
+            input_ids=ids[:, :prompt],
+            mm_token_type_ids=(ids[:, :prompt] == IMAGE).int(),
             pixel_values=torch.as_tensor(item["pixel_values"]),
             image_grid_thw=torch.as_tensor(item["image_grid_thw"])[None],
             use_cache=True,
         )
-        for place in range(prompt, tokens.shape[1]):
-            expected.append((outputs.logits[0, -1] / 0.8).log_softmax(-1)[tokens[0, place]])
+        for place in range(prompt, ids.shape[1]):
+            expected.append(response_logprobs(outputs.logits[0, -1:], ids[0, place : place + 1]))
             outputs = model(
-                input_ids=tokens[:, place : place + 1],
+                input_ids=ids[:, place : place + 1],
                 past_key_values=outputs.past_key_values,
                 use_cache=True,
             )
-    assert float((ours - torch.stack(expected)).abs().max()) < 1e-5
+    assert float((ours - torch.cat(expected)).abs().max()) < 1e-5
+
+
+def test_an_image_that_a_tool_shows_leaves_loss_and_gradient_finite(vision_folder, rows):
+    trainer = make(vision_folder)
+    row = rows[SHOWN]
+    response = row["tokens"][int(row["prompt_length"]) :]
+    assert (response == IMAGE).sum() == 2
+    batch = micro_batch([row])
+    logprobs = trainer.forward(batch)
+    assert torch.isfinite(logprobs).all()
+    assert torch.equal(logprobs == 0, torch.as_tensor(response == IMAGE))
+    # A reference scores tokens alone: the mask is no business of its.
+    assert torch.equal(trainer.forward(dataclasses.replace(batch, fields={})), logprobs)
+    reference = dataclasses.replace(batch, fields={**batch.fields, "reference_logprobs": logprobs - 0.1})
+    algorithm = grpo.make("grpo", GRPOSettings(kl_coef=0.1))
+    assert torch.isfinite(trainer.forward_backward(reference, algorithm.loss).loss)
+    assert all(bool(torch.isfinite(gradient).all()) for gradient in gradients(trainer.model).values())
+    assert not trainer.optim_step(0.1).skipped
+    assert 0 < trainer.supervised_step(batch, 1e-3) < np.inf
+    assert all(bool(torch.isfinite(tensor).all()) for _, tensor in trainer.tensors())
 
 
 def test_a_vision_model_steps_on_text_alone_without_touching_the_tower(vision_folder, rows):

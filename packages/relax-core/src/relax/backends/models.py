@@ -101,13 +101,20 @@ def build_model(
 
 
 def named_weights(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """The weights by Hugging Face name, detached and sharing memory with the model; tied weights once, by
-    first name.
-    """
+    """The weights by Hugging Face name, detached, sharing the model's memory; tied ones by first name."""
     named: dict[int, tuple[str, Tensor]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         named.setdefault(id(tensor), (name, tensor.detach()))
     return list(named.values())
+
+
+def unsampled_tokens(config: PreTrainedConfig) -> tuple[int, ...]:
+    """Tokens that only stand for media in a prompt and that no policy may say.
+
+    Engine and trainer give them probability 0 before the softmax, so that they speak of one distribution.
+    """
+    names = ("image_token_id", "video_token_id", "audio_token_id")
+    return tuple(token for name in names if (token := getattr(config, name, None)) is not None)
 
 
 def torch_dtype(dtype: torch.dtype | str) -> torch.dtype:

@@ -18,17 +18,14 @@ from torch import Tensor, nn
 
 from relax.backends.inference.errors import EngineError, InvalidRequest, InvalidUpdate
 from relax.backends.inference.slots import ATTENTION, SlotCache
-from relax.backends.models import build_model, named_weights, text_config, torch_dtype
+from relax.backends.models import build_model, named_weights, text_config, torch_dtype, unsampled_tokens
 
 _PREFILL_TOKENS = 4096
-"""A prefill is cut into pieces of about this many tokens, padding included: it bounds the memory of its
-masks.
-"""
+"""A prefill is cut into pieces of about this many tokens, padding included, to bound its masks' memory."""
 
 
 _PLAIN_TOWERS = {"qwen3", "qwen3_vl_text"}
-"""Language models that are embedding, layers, norm and head, and nothing else: `decode` calls those "
-"directly."""
+"""Models that are embedding, layers, norm and head, and nothing else: `decode` calls those directly."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +95,7 @@ class Network:
         self._tower: Any = None
         if text.model_type in _PLAIN_TOWERS:
             self._tower = getattr(self._model.model, "language_model", self._model.model)
-        self.placeholders = tuple(self._placeholders)
+        self.placeholders = unsampled_tokens(self._model.config)
         """Tokens that stand for media: a response never holds one, as there would be no media behind it."""
         pad = getattr(text, "pad_token_id", None)
         self._pad = 0 if pad is None or pad in self._placeholders else int(pad)
@@ -206,8 +203,7 @@ class Network:
     def decode(
         self, tokens: NDArray[np.int64], lengths: NDArray[np.int64], offsets: NDArray[np.int64]
     ) -> Tensor:
-        """Feed one token to each of the slots 0 to rows-1 and return the logits of the next [rows,
-        vocabulary].
+        """Feed one token to each of the slots 0 to rows-1; returns the next's logits [rows, vocabulary].
 
         Args:
             tokens: int64 [rows].

@@ -1,9 +1,8 @@
 """Drawing tokens: counter-based uniforms, and the inverse of the cumulative distribution.
 
 The uniform behind a token is a pure function of the request's seed and the token's position in the response,
-so a
-draw depends on nothing but that pair and the bits of its logits: not on the batch, the order, or any
-    generator's state.
+so a draw depends on nothing but that pair and the bits of its logits: not on the batch, the order, or any
+generator's state.
 """
 
 from collections.abc import Sequence
@@ -63,20 +62,21 @@ def draw(
         top_p: [rows], in (0, 1]; the smallest set of most probable tokens that reaches it is kept, 1 keeps
             all.
         top_k: [rows], tokens kept, 0 keeps all.
-        never: tokens that are not drawn, such as placeholders of images, whatever their probability.
+        never: tokens without probability, such as placeholders of images.
 
     Returns:
-        The tokens, and their logprobs under the temperature-scaled distribution over the whole vocabulary,
-        also where top_p or top_k kept only a part of it.
+        The tokens, and their logprobs under the temperature-scaled distribution over the whole vocabulary
+        but `never`, also where top_p or top_k kept only a part of it.
     """
     greedy = temperature == 0
     scale = torch.from_numpy(np.where(greedy, np.float32(1), temperature)).to(logits.device)
-    logprobs = torch.log_softmax(logits.float() / scale[:, None], dim=-1)
+    scaled = logits.float() / scale[:, None]
+    if never:
+        scaled[:, list(never)] = -torch.inf
+    logprobs = torch.log_softmax(scaled, dim=-1)
     # float64 keeps the tail of a large vocabulary; a probability of exactly 0 is a step of height 0 and is
     # never drawn.
     weights = logprobs.exp().double()
-    if never:
-        weights[:, list(never)] = 0.0
     truncated = ~greedy & ((top_p < 1) | (top_k > 0))
     if truncated.any():
         rows = torch.from_numpy(np.flatnonzero(truncated)).to(logits.device)

@@ -62,7 +62,12 @@ class StateTree:
 
 
 class TrainBackend(Protocol):
-    """One rank of the trainer. Logprobs are of the distribution the engine samples: temperature applied."""
+    """One rank of the trainer.
+
+    Logprobs are of the distribution the engine samples: temperature applied, and no probability for tokens
+    that only stand for media (`relax.backends.models.unsampled_tokens`). Where a response shows such a token,
+    in an observation, its entry is 0.
+    """
 
     def forward(self, batch: Packed) -> Tensor:
         """float32 [total response]: the logprob of each response token, no gradient."""

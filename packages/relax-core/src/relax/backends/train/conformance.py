@@ -4,7 +4,7 @@
     def test_mine(check, tmp_path):
         check(my_factory, model_folder, tmp_path)
 
-The folder holds a small text model of Hugging Face layout, in float32, that `build_model` can read: plain
+The folder holds a small model of Hugging Face layout, in float32, that `build_model` can read: plain
 transformers in the same process is what a backend is compared with. A check raises AssertionError with the
 numbers that differ.
 """
@@ -15,9 +15,10 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from relax.algorithms.spec import LossInputs, LossOutputs
-from relax.backends.models import build_model, load_config, text_config
+from relax.backends.models import build_model, load_config, text_config, unsampled_tokens
 from relax.backends.train.base import Packed, StateTree, TrainBackend, ragged
 from relax.backends.train.errors import TrainError
 from relax.backends.train.settings import TrainerSettings
@@ -38,17 +39,21 @@ def policy_gradient(inputs: LossInputs) -> LossOutputs:
 
 
 def make_rows(
-    vocabulary: int, lengths: Sequence[tuple[int, int]], seed: int = 0
+    vocabulary: int, lengths: Sequence[tuple[int, int]], seed: int = 0, unsampled: Sequence[int] = ()
 ) -> list[dict[str, np.ndarray]]:
-    """Random rows of (prompt, response) lengths, with columns; about one response token in four is masked."""
+    """Random rows of (prompt, response) lengths, with columns; about one response token in four is masked.
+
+    No token is one of `unsampled`.
+    """
     random = np.random.default_rng(seed)
+    choice = np.setdiff1d(np.arange(vocabulary), unsampled)
     rows = []
     for prompt, response in lengths:
         mask = (random.random(response) > 0.25).astype(np.uint8)
         mask[:1] = 1
         rows.append(
             {
-                "tokens": random.integers(0, vocabulary, prompt + response),
+                "tokens": choice[random.integers(0, len(choice), prompt + response)],
                 "prompt_length": np.asarray(prompt),
                 "loss_mask": mask,
                 "rollout_logprobs": (-4 + 0.1 * random.standard_normal(response)).astype(np.float32),
@@ -71,7 +76,8 @@ def pack(rows: Sequence[Mapping[str, np.ndarray]]) -> Packed:
 
 
 def logprobs_equal_plain_transformers(factory: Factory, folder: Path, scratch: Path) -> None:
-    """Row by row, unpadded, in float64: every response token's logprob at a temperature other than 1."""
+    """Row by row, unpadded, in float64: every response token's logprob at a temperature other than 1, with no
+    probability left for tokens that only stand for media."""
     rows = _rows(folder)
     ours = factory(folder, SETTINGS).forward(pack(rows))
     assert ours.dtype == torch.float32, ours.dtype
@@ -302,18 +308,21 @@ def reference_logprobs(folder: Path, rows: Sequence[Mapping[str, np.ndarray]]) -
         return _plain_logprobs(model, rows)
 
 
-def _plain_logprobs(model: torch.nn.Module, rows: Sequence[Mapping[str, np.ndarray]]) -> list[Tensor]:
+def _plain_logprobs(model: PreTrainedModel, rows: Sequence[Mapping[str, np.ndarray]]) -> list[Tensor]:
     found = []
+    unsampled = torch.tensor(unsampled_tokens(model.config), dtype=torch.int64)
     for row in rows:
         tokens, prompt = torch.as_tensor(row["tokens"]), int(row["prompt_length"])
         logits = model(input_ids=tokens[None], use_cache=False).logits[0] / TEMPERATURE
+        logits = logits.index_fill(1, unsampled, -torch.inf)
         found.append(logits.log_softmax(-1)[prompt - 1 : -1].gather(1, tokens[prompt:, None]).flatten())
     return found
 
 
 def _rows(folder: Path, seed: int = 0) -> list[dict[str, np.ndarray]]:
-    vocabulary = int(text_config(load_config(folder)).vocab_size)
-    return make_rows(vocabulary, [(3, 7), (8, 2), (1, 12), (5, 5), (2, 1)], seed)
+    config = load_config(folder)
+    lengths = [(3, 7), (8, 2), (1, 12), (5, 5), (2, 1)]
+    return make_rows(int(text_config(config).vocab_size), lengths, seed, unsampled_tokens(config))
 
 
 def _stepped(

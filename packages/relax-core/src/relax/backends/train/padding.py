@@ -8,6 +8,9 @@ from torch import Tensor
 from relax.backends.train.base import Packed
 from relax.backends.train.errors import BatchError
 
+UNSCORED = -100
+"""Stands in `scored_targets` for a token that no policy may say."""
+
 
 @dataclass(frozen=True)
 class Padded:
@@ -50,6 +53,32 @@ def pad(batch: Packed, *, vocabulary: int, context: int) -> Padded:
     predicts = (column >= batch.prompt_lengths[:, None] - 1) & (column < lengths[:, None] - 1)
     predictors = predicts.flatten().nonzero().flatten()
     return Padded(input_ids, predictors, input_ids.flatten()[predictors + 1])
+
+
+def scored_targets(batch: Packed, targets: Tensor, unsampled: Tensor) -> Tensor:
+    """int64 [total response]: the targets of a batch, UNSCORED where a tool showed media.
+
+    Args:
+        batch: its `loss_mask`, where there is one, tells what the policy said from what it was shown.
+        targets: int64 [total response], the response tokens.
+        unsampled: int64 [tokens], those that only stand for media.
+
+    Raises:
+        BatchError: the policy is said to have sampled one of them.
+    """
+    unsaid = torch.isin(targets, unsampled)
+    if "loss_mask" in batch.fields:
+        wrong = (unsaid & (batch.fields["loss_mask"] != 0)).nonzero().flatten()
+        if len(wrong):
+            offsets = batch.response_offsets
+            place = int(wrong[0])
+            row = int(torch.searchsorted(offsets, place, right=True)) - 1
+            raise BatchError(
+                f"response token {place - int(offsets[row])} of row {row} is {int(targets[place])}, which "
+                "only stands for media and has probability 0, but its loss_mask says that the policy sampled "
+                "it; set loss_mask to 0 where an environment showed it, drop the row otherwise"
+            )
+    return targets.masked_fill(unsaid, UNSCORED)
 
 
 def _checked_lengths(batch: Packed, context: int) -> Tensor:

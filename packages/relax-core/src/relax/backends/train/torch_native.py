@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from relax.algorithms.spec import LossInputs, LossOutputs
-from relax.backends.models import ModelFolderError, build_model, named_weights, text_config
+from relax.backends.models import ModelFolderError, build_model, named_weights, text_config, unsampled_tokens
 from relax.backends.train import vision
 from relax.backends.train.adamw import ClippedAdamW, require_like
 from relax.backends.train.base import LossFn, Packed, StateTree, StepStats
@@ -27,7 +27,7 @@ from relax.backends.train.errors import (
     UntrainableModelError,
 )
 from relax.backends.train.export import export_model
-from relax.backends.train.padding import Padded, pad, required
+from relax.backends.train.padding import UNSCORED, Padded, pad, required, scored_targets
 from relax.backends.train.settings import TrainerSettings, learning_rate
 
 NAME = "torch_native"
@@ -89,6 +89,8 @@ class TorchNative:
         self._vocabulary = int(config.vocab_size)
         self._context = int(config.max_position_embeddings)
         self._head = self._plain_head()
+        never = unsampled_tokens(self.model.config)
+        self._unsampled = torch.tensor(never, device=self.device) if never else None
         self._parameters = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
         self._optimizer = ClippedAdamW(self._parameters, settings)
         self._warmup: ClippedAdamW | None = None
@@ -106,7 +108,14 @@ class TorchNative:
 
     @torch.no_grad()
     def forward(self, batch: Packed) -> Tensor:
-        """float32 [total response]: the logprob of each response token, no gradient."""
+        """float32 [total response]: the logprob of each response token, no gradient.
+
+        It is 0 for a token that only stands for media, as in an image that a tool showed.
+
+        Raises:
+            BatchError: the batch contradicts itself or does not fit the model; with a `loss_mask`, also where
+                that marks a token that stands for media.
+        """
         return self._logprobs(self._on_device(batch)).float()
 
     def forward_backward(self, batch: Packed, loss: LossFn) -> LossOutputs:
@@ -117,8 +126,8 @@ class TorchNative:
         The first call ends a warm-up: its optimizer is dropped, so that RL starts with clean moments.
 
         Raises:
-            BatchError: the batch contradicts itself, does not fit the model, or the loss does not depend on
-                `logprobs`.
+            BatchError: the batch contradicts itself, does not fit the model, `loss_mask` marks a token that
+                only stands for media, or the loss does not depend on `logprobs`.
         """
         batch = self._on_device(batch)
         mask, old, advantages = (required(batch, n) for n in ("loss_mask", "rollout_logprobs", "advantages"))
@@ -284,12 +293,20 @@ class TorchNative:
 
     def _logprobs(self, batch: Packed) -> Tensor:
         padded = pad(batch, vocabulary=self._vocabulary, context=self._context)
+        targets = padded.targets
+        if self._unsampled is not None:
+            targets = scored_targets(batch, targets, self._unsampled)
         hidden = self._hidden(padded, batch)
         # Only positions that predict a response token meet the head: vocabularies are large.
         logits = self._head(hidden.flatten(0, 1).index_select(0, padded.predictors))
         if self.settings.temperature != 1.0:
             logits = logits / self.settings.temperature
-        return -functional.cross_entropy(logits, padded.targets, reduction="none")
+        if self._unsampled is not None:
+            # In place: logits are the largest tensor of a step, and the backward of the head does not read
+            # them.
+            logits.index_fill_(1, self._unsampled, -torch.inf)
+        # An ignored target gives 0 with gradient 0, where its logprob of -inf would make the loss NaN.
+        return -functional.cross_entropy(logits, targets, reduction="none", ignore_index=UNSCORED)
 
     def _hidden(self, padded: Padded, batch: Packed) -> Tensor:
         if any(batch.media):

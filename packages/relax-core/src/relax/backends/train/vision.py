@@ -1,9 +1,9 @@
 """The forward pass of Qwen3-VL up to its last hidden state, for rows with and without images.
 
 It calls the model's own parts rather than its `forward` for two reasons. The model takes every image token
-for a picture and fails when a policy has sampled one; here only the places that belong to a row's items are
-pictures, any other image token is text, as it was to the engine that decoded it. And the samples of a group
-show the same pictures: each different one goes through the vision tower once.
+for a picture and fails on one too many, such as a tool may print; here only the places that belong to a row's
+items are pictures, any other image token is text. And the samples of a group show the same pictures: each
+different one goes through the vision tower once.
 """
 
 from collections.abc import Mapping, Sequence
