@@ -95,3 +95,10 @@ def test_a_role_that_dies_ends_the_run_with_its_name_and_no_hang(command: Start)
     assert time.monotonic() - killed < 60
     assert gone(family)
     assert left_behind(run.folder, before) == []
+
+
+def test_colocate_on_ray_is_bit_for_bit_the_run_in_one_process(command: Start, local: Start) -> None:
+    words = (*SMALL, "mode=colocate", "max_staleness=0", "steps=4")
+    run = command("train", "configs/quickstart.yaml", *words).finish(180)
+    assert run.code == 0, run.output
+    assert run.untimed == local("quickstart", *words).untimed

@@ -7,6 +7,7 @@ from typing import Any
 from relax.components import assembly
 from relax.components.context import RunContext
 from relax.engine.pool import PooledEngine
+from relax.ops.allocator import keep_freed_memory
 from relax.ops.reports import Report, Reports
 
 
@@ -33,6 +34,7 @@ class RoleHost:
             self._built.set()
 
     def _assemble(self) -> Any:
+        keep_freed_memory()
         match self.role.partition("-")[0]:
             case "actor":
                 return assembly.actor(self._context, self._reports)

@@ -26,6 +26,10 @@ def cluster(config: RunConfig, namespace: str) -> Iterator[None]:
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_DEDUP_LOGS", "0")
+    if config.ray.address is None:
+        os.environ.setdefault(
+            "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0"
+        )  # makes Ray's own daemons use loopback
     import ray
     from ray import serve
 

@@ -27,10 +27,12 @@ class RolePlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """All roles of a run, in the order they are listed; every one starts at once."""
+    """All roles of a run; every one starts at once. Those named in `together` share one place: they take
+    turns.
+    """
 
     roles: tuple[RolePlan, ...]
-    shared_placement: bool
+    together: frozenset[str] = frozenset()
 
     @property
     def cpus(self) -> float:
@@ -61,7 +63,7 @@ def plan(config: RunConfig) -> Plan:
     ]
     if config.reference:
         roles.insert(2, RolePlan("reference", ("reference",), cpus, "logprobs under the initial policy"))
-    return Plan(tuple(roles), shared_placement=config.mode == "colocate")
+    return Plan(tuple(roles), frozenset({"actor", "rollout"}) if config.mode == "colocate" else frozenset())
 
 
 def check_cpus(plan: Plan, config: RunConfig) -> None:

@@ -4,9 +4,12 @@ import asyncio
 import contextlib
 from typing import Any
 
+import ray
 from ray import serve
 from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
+from ray.util.placement_group import PlacementGroup
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from relax.components.context import RunContext
 from relax.orchestration.launcher import Poll, RoleFailed, WorkerStatus
@@ -28,7 +31,7 @@ class RayLauncher:
         self._context = context
         self._handles: dict[str, Any] = {}
         self._incarnations: dict[str, str] = {}
-        self._deploying: asyncio.Task[None] | None = None
+        self._group: PlacementGroup | None = None
 
     def _name(self, role: str) -> str:
         return f"{self._context.run}-{role}"
@@ -37,6 +40,7 @@ class RayLauncher:
         await asyncio.to_thread(self._deploy)
 
     def _deploy(self) -> None:
+        options = self._placement()
         targets = [
             serve.RunTarget(
                 target=serve.deployment(
@@ -44,7 +48,7 @@ class RayLauncher:
                     ray_actor_options={"num_cpus": SERVICE_CPUS},
                     health_check_period_s=10,
                     health_check_timeout_s=30,
-                )(RoleService).bind(role, self._context, {}),
+                )(RoleService).bind(role, self._context, options.get(role.name, {})),
                 name=self._name(role.name),
                 route_prefix=None,
             )
@@ -52,6 +56,24 @@ class RayLauncher:
         ]
         handles = serve.run_many(targets, wait_for_ingress_deployment_creation=True)
         self._handles = {role.name: handle for role, handle in zip(self._plan.roles, handles, strict=True)}
+
+    def _placement(self) -> dict[str, dict[str, Any]]:
+        """Ray options of each role's workers: roles that share devices get one bundle of one placement
+        group.
+        """
+        shared = [role for role in self._plan.roles if role.name in self._plan.together]
+        if not shared:
+            return {}
+        cpus = sum(role.cpus_per_worker * len(role.workers) for role in shared)
+        self._group = ray.util.placement_group([{"CPU": cpus}], strategy="PACK")
+        if not self._group.wait(self._context.config.ray.start_seconds):
+            raise RoleFailed(
+                f"no node of the Ray cluster has {cpus:g} free CPUs for "
+                f"{' and '.join(r.name for r in shared)} together; "
+                "lower ray.cpus_per_worker or rollout.replicas, or use mode=async"
+            )
+        strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=0)
+        return {role.name: {"scheduling_strategy": strategy} for role in shared}
 
     async def poll(self) -> Poll:
         statuses = await asyncio.gather(*(self._status(role.name) for role in self._plan.roles))
@@ -91,6 +113,8 @@ class RayLauncher:
         if self._context.config.ray.address is not None:  # an embedded Ray takes its applications with it
             for role in handles:
                 await asyncio.to_thread(serve.delete, self._name(role), _blocking=False)
+            if self._group is not None:
+                ray.util.remove_placement_group(self._group)
 
 
 async def _end(handle: Any) -> None:
