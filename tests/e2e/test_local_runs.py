@@ -74,3 +74,15 @@ def test_an_async_run_replays_bit_for_bit(local: Local) -> None:
     replayed = local("quickstart", *SMALL, "steps=8", name="replayed", replay=recorded)
     assert replayed.untimed == recorded.untimed
     assert replayed.trained() == recorded.trained()
+
+
+def test_a_kl_term_brings_a_reference_role_that_stays_where_the_policy_began(local: Local) -> None:
+    words = (*SMALL, "algorithm.kl_coef=0.1", "actor.lr=1e-2")
+    run = local("quickstart", *words, "steps=6", name="kl")
+    kl = [step["loss/reference_kl"] for step in run.metrics]
+    assert kl[0] == pytest.approx(0.0, abs=1e-6)
+    assert max(kl[1:]) > 1e-3
+    assert (run.folder / "initial" / "model.safetensors").is_file()
+    resumed = local("quickstart", "steps=8", name="kl", resume=True)
+    assert resumed.metrics[-1]["loss/reference_kl"] > 1e-3
+    assert [accounts["faults"] for accounts in resumed.accounting] == [[], []]

@@ -96,6 +96,7 @@ class Rollout:
                 await self._lockstep()
             else:
                 await self._flow()
+            await self._report_totals()
         finally:
             for task in self._running:
                 task.cancel()
@@ -274,6 +275,13 @@ class Rollout:
             truncated=episode.truncated,
             turns=episode.turns,
             media=transcript.media,
+        )
+
+    async def _report_totals(self) -> None:
+        """What the engines say they have generated, whether or not it reached the bus."""
+        health = await self._pool.health()
+        self._reports.add(
+            "rollout", generated_tokens=sum(engine.generated_tokens for engine in health.values())
         )
 
     def _report(self, start: Start, samples: list[Sample], age: int) -> None:

@@ -89,7 +89,8 @@ async def chunked(groups: AsyncIterator[Group], size: int) -> AsyncIterator[list
 
 
 def pack(groups: Sequence[Group]) -> Packed:
-    """Groups as one micro-batch, in the order given. Every response-aligned field that is there comes along."""
+    """Groups as one micro-batch, in the order given. Every response-aligned field that is
+    there comes along."""
     tokens, offsets = ragged([row for group in groups for row in group.column("tokens")], torch.int64)
     fields = {
         name: ragged(

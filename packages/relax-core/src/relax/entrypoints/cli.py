@@ -79,6 +79,10 @@ def _train(words: list[str], resume: Path | None, replay: Path | None) -> None:
         _fail(f"interrupted; run at {folder.path}", 130)
     if outcome.accounting is not None:
         typer.echo(f"samples: {outcome.accounting}")
+        if not outcome.stopped:
+            typer.echo(
+                f"goodput: {outcome.goodput:.1%} of {outcome.generated_tokens:,.0f} generated tokens trained"
+            )
         if outcome.accounting.faults:
             _fail(f"the accounting of samples is not exact; see {folder.accounting}", 1)
     if outcome.stopped:

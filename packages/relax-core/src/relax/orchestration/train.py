@@ -44,6 +44,13 @@ class Outcome:
     start_seconds: float
     stopped: bool
     accounting: Accounting | None = None
+    trained_tokens: float = 0.0
+    generated_tokens: float = 0.0
+
+    @property
+    def goodput(self) -> float:
+        """Trained over generated tokens."""
+        return self.trained_tokens / self.generated_tokens if self.generated_tokens else 0.0
 
     @property
     def summary(self) -> str:
@@ -71,6 +78,8 @@ class _Run:
     first_step_at: float | None = None
     rewards: list[float] = field(default_factory=list)
     steps: int = 0
+    trained_tokens: float = 0.0
+    generated_tokens: float = 0.0
 
     def take(self, report: Report) -> None:
         match report.kind:
@@ -79,10 +88,12 @@ class _Run:
                 step, metrics = report.data["step"], report.data["metrics"]
                 self.rewards.append(metrics["reward/mean"])
                 self.steps += 1
+                self.trained_tokens += metrics["tokens/trained"]
                 for sink in self.sinks:
                     sink.step(step, metrics)
                 self.display.step(step, metrics)
             case "rollout":
+                self.generated_tokens = report.data["generated_tokens"]
                 self.display.rollout(report.data)
             case "sample":
                 self.samples.write(report.data)
@@ -166,6 +177,8 @@ def train(config: RunConfig, folder: RunFolder, context: RunContext, title: str)
         (run.first_step_at or ended) - run.started,
         stopped,
         accounting,
+        run.trained_tokens,
+        run.generated_tokens,
     )
 
 
