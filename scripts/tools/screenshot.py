@@ -22,7 +22,7 @@ from rich._export_format import CONSOLE_SVG_FORMAT
 from rich.console import Console
 from rich.text import Text
 
-COLUMNS, ROWS = 100, 9
+COLUMNS, ROWS = 100, 10
 CONTROL = re.compile(r"\x1b\[(\??[\d;]*)([A-Za-z])|(\r\n|\r|\n)")
 # Without the fonts that rich fetches from elsewhere: a picture in a repository may load nothing.
 SVG_FORMAT = re.sub(r"@font-face \{\{.*?\}\}", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)
