@@ -69,9 +69,11 @@ def test_async_resumes_with_exact_accounts(local: Local) -> None:
     assert [accounts["faults"] for accounts in parts.accounting] == [[], []]
 
 
-def test_an_async_run_replays_bit_for_bit(local: Local) -> None:
-    recorded = local("quickstart", *SMALL, "steps=8", name="recorded")
-    replayed = local("quickstart", *SMALL, "steps=8", name="replayed", replay=recorded)
+@pytest.mark.parametrize("mode", ["async", "colocate"])
+def test_a_run_replays_bit_for_bit(local: Local, mode: str) -> None:
+    words = (*SMALL, "steps=8", f"mode={mode}")
+    recorded = local("quickstart", *words, name="recorded")
+    replayed = local("quickstart", *words, name="replayed", replay=recorded)
     assert replayed.untimed == recorded.untimed
     assert replayed.trained() == recorded.trained()
 

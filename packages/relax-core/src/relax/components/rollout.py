@@ -155,11 +155,11 @@ class Rollout:
         for entry in read(self._context.replay / "rollout.jsonl"):
             if entry["event"] != "start":
                 continue
-            while not await self._startable(entry["step"]):
-                pass
+            replica = self._pool.replicas[entry["replica"]]
+            await self._pool.wait_may_start(entry["step"], replica.name)
+            self._reap()
             self._pacer.start(entry["ordinal"])
             slot = Slot(entry["step"], entry["index"])
-            replica = self._pool.replicas[entry["replica"]]
             self._begin(Start(self._source.prompt(entry["ordinal"]), slot, replica))
         while self._running:
             await self._any_finished()
@@ -241,6 +241,8 @@ class Rollout:
             start.replica.front.leave()
 
     def _failed(self, start: Start, error: EpisodeError | EmptyEpisode) -> None:
+        if self._context.replay is not None:
+            raise RolloutFailed(f"group {start.prompt.ordinal} failed in a replay: {error}") from error
         self._pacer.failed(start.prompt.ordinal)
         self._record.write(
             event="drop", ordinal=start.prompt.ordinal, step=start.slot.step, reason=str(error)

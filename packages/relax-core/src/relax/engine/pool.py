@@ -73,6 +73,11 @@ class EnginePool:
         while not self._clock.routable(step):
             await self._next_change()
 
+    async def wait_may_start(self, step: int, name: str) -> None:
+        """Wait until the replica `name` may start a group of `step`."""
+        while not self._clock.may_start(step, name):
+            await self._next_change()
+
     async def wait_all_at(self, version: int) -> None:
         """Wait until every replica serves at least `version`."""
         while any(served < version for served in self._clock.engines.values()):

@@ -57,15 +57,16 @@ def _train(words: list[str], resume: Path | None, replay: Path | None) -> None:
         folder, config = run_folder.reopen(resume, overrides)
         name = folder.path.name
     else:
-        if file is None and replay is not None:
-            file = replay / "config.yaml"
+        if replay is not None:
+            file = file or replay / "config.yaml"
+            overrides = ["run.name=null", *overrides]  # a replay is a run of its own
         config = load(file, overrides)
         name = file.stem if file is not None else "run"
         if replay is not None:
             name = f"{replay.absolute().name}-replay"
         folder = run_folder.create(config, name)
     try:
-        schedule = _schedule(replay) if replay is not None else None
+        schedule = _schedule(replay, config.steps) if replay is not None else None
         context = prepare(config, folder, resume=resume is not None, replay=schedule)
     except ConfigError:
         if resume is None:
@@ -144,12 +145,20 @@ def _split(words: list[str]) -> tuple[Path | None, list[str]]:
     return (Path(files[0]) if files else None), [word for word in words if "=" in word]
 
 
-def _schedule(run: Path) -> Path:
+def _schedule(run: Path, steps: int) -> Path:
+    """The folder of a recorded schedule that covers every step."""
     from relax.config import ConfigError
+    from relax.distributed.schedule import read
 
     recorded = run.absolute() / "schedule" / "segment-0"
     if not recorded.is_dir():
         raise ConfigError(f"--replay {run}: no recorded schedule lies there (no {recorded})")
+    trained = sum(1 for _ in read(recorded / "actor.jsonl"))
+    if trained != steps:
+        raise ConfigError(
+            f"--replay {run}: its first part trained {trained} steps and {steps} are asked for; a replay follows "
+            "a run that was not stopped, with as many steps"
+        )
     return recorded
 
 

@@ -87,7 +87,7 @@ def reopen(path: Path, overrides: list[str]) -> tuple[RunFolder, RunConfig]:
     """The folder and configuration of a run that was begun before.
 
     Raises:
-        ConfigError: there is no run there, or it never reached a checkpoint.
+        ConfigError: there is no run there. (One that never reached a checkpoint begins again.)
     """
     folder = RunFolder(path.absolute())
     if not folder.config.is_file():
