@@ -100,7 +100,7 @@ class RunningBatch:
             )
         self.version = version
         if contexts:
-            self._network.prefill(contexts, [[row] for row in range(len(contexts))])
+            self._network.recompute(contexts, [[row] for row in range(len(contexts))])
         return len(contexts)
 
     def _enter(self, row: int, request: GenerationRequest) -> None:

@@ -18,14 +18,11 @@ from torch import Tensor, nn
 
 from relax.backends.inference.errors import EngineError, InvalidRequest, InvalidUpdate
 from relax.backends.inference.slots import ATTENTION, SlotCache
+from relax.backends.inference.tower import TextTower, serves
 from relax.backends.models import build_model, named_weights, text_config, torch_dtype, unsampled_tokens
 
 _PREFILL_TOKENS = 4096
 """A prefill is cut into pieces of about this many tokens, padding included, to bound its masks' memory."""
-
-
-_PLAIN_TOWERS = {"qwen3", "qwen3_vl_text"}
-"""Models that are embedding, layers, norm and head, and nothing else: `decode` calls those directly."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +82,7 @@ class Network:
             raise EngineError(f"capacity_tokens is {capacity}; expected 2 to {context}, the model's context")
         self.capacity = context if capacity is None else capacity
         self.vocabulary = int(text.vocab_size)
+        self._tower = TextTower(self._model) if serves(text) else None
         self.layout = {name: tensor for name, tensor in named_weights(self._model)}
         self._cache = SlotCache(text.num_hidden_layers, slots, self.capacity, self._dtype, self.device)
         self._placeholders: dict[int, int] = {}
@@ -92,9 +90,6 @@ class Network:
             # Token id -> the type that get_rope_index calls it.
             self._placeholders = {self._model.config.image_token_id: 1, self._model.config.video_token_id: 2}
             self._merge = self._model.config.vision_config.spatial_merge_size**2
-        self._tower: Any = None
-        if text.model_type in _PLAIN_TOWERS:
-            self._tower = getattr(self._model.model, "language_model", self._model.model)
         self.placeholders = unsampled_tokens(self._model.config)
         """Tokens that stand for media: a response never holds one, as there would be no media behind it."""
         pad = getattr(text, "pad_token_id", None)
@@ -165,40 +160,60 @@ class Network:
             token's index to get its position (not 0 only after images).
         """
         offsets = [0] * len(contexts)
-        logits: list[Tensor] = [torch.empty(0)] * len(contexts)
-        # Like lengths together, so that little is padding.
-        order = sorted(range(len(contexts)), key=lambda index: len(contexts[index].tokens))
-        for piece in _pieces(order, [len(context.tokens) for context in contexts]):
-            rows = self._prefill([contexts[index] for index in piece], [slots[index] for index in piece])
-            for index, row, offset in zip(piece, *rows, strict=True):
-                logits[index], offsets[index] = row, offset
-        return torch.stack(logits), offsets
+        rows: list[Tensor] = [torch.empty(0)] * len(contexts)
+        for piece in _pieces([len(context.tokens) for context in contexts]):
+            logits, found = self._prefill(contexts, slots, piece, logits=True)
+            assert logits is not None
+            for index, row, offset in zip(piece, logits, found, strict=True):
+                rows[index], offsets[index] = row, offset
+        return torch.stack(rows), offsets
+
+    def recompute(self, contexts: Sequence[Context], slots: Sequence[Sequence[int]]) -> None:
+        """Compute the KV of each context once and copy it into each of its slots, and nothing else."""
+        for piece in _pieces([len(context.tokens) for context in contexts]):
+            self._prefill(contexts, slots, piece, logits=False)
 
     def _prefill(
-        self, contexts: Sequence[Context], slots: Sequence[Sequence[int]]
-    ) -> tuple[Tensor, list[int]]:
+        self,
+        contexts: Sequence[Context],
+        slots: Sequence[Sequence[int]],
+        piece: Sequence[int],
+        *,
+        logits: bool,
+    ) -> tuple[Tensor | None, list[int]]:
+        contexts, slots = [contexts[index] for index in piece], [slots[index] for index in piece]
         lengths = [len(context.tokens) for context in contexts]
         width = max(lengths)
         pads = [width - length for length in lengths]
         tokens = np.full((len(contexts), width), self._pad, np.int64)
         for row, context in enumerate(contexts):
             tokens[row, pads[row] :] = context.tokens
-        positions, offsets = self._positions(contexts, pads, width)
+        ids = torch.from_numpy(tokens).to(self.device)
+        mask = self._prefill_mask(pads, width)
         self._cache.begin_prefill()
-        output = self._model(
-            input_ids=torch.from_numpy(tokens).to(self.device),
-            attention_mask=self._prefill_mask(pads, width),
-            position_ids=positions,
-            past_key_values=self._cache,
-            use_cache=True,
-            logits_to_keep=1,
-            **self._pixels(contexts),
-        )
+        if self._tower is not None and not any(context.media for context in contexts):
+            steps = torch.arange(width)[None] - torch.tensor(pads)[:, None]
+            found = self._tower.prefill(
+                ids, steps.clamp_(min=0).to(self.device), mask, self._cache, logits=logits
+            )
+            offsets = [0] * len(contexts)
+        else:
+            positions, offsets = self._positions(contexts, pads, width)
+            output = self._model(
+                input_ids=ids,
+                attention_mask=mask,
+                position_ids=positions,
+                past_key_values=self._cache,
+                use_cache=True,
+                logits_to_keep=1,
+                **self._pixels(contexts),
+            )
+            found = output.logits[:, -1]
         pairs = [(slot, row) for row, targets in enumerate(slots) for slot in targets]
         self._cache.place(
             [slot for slot, _ in pairs], [row for _, row in pairs], [pads[row] for _, row in pairs]
         )
-        return output.logits[:, -1], offsets
+        return found, offsets
 
     def decode(
         self, tokens: NDArray[np.int64], lengths: NDArray[np.int64], offsets: NDArray[np.int64]
@@ -211,27 +226,20 @@ class Network:
             offsets: int64 [rows], see `prefill`.
         """
         mask = self._cache.begin_decode(lengths)
-        positions = torch.from_numpy(lengths + offsets).to(self.device)[:, None]
-        if self._placeholders:
-            positions = positions.expand(3, -1, -1)
-        ids = torch.from_numpy(tokens).to(self.device)[:, None]
-        if self._tower is None:
-            output = self._model(
-                input_ids=ids,
-                attention_mask=mask,
-                position_ids=positions,
-                past_key_values=self._cache,
-                use_cache=True,
-            )
-            return output.logits[:, 0]
-        # Around a small model, the wrappers of two forwards would be a seventh of the step.
-        hidden = self._tower.embed_tokens(ids)
-        rotary = self._tower.rotary_emb(hidden, positions)
-        for layer in self._tower.layers:
-            hidden = layer(
-                hidden, attention_mask=mask, position_embeddings=rotary, past_key_values=self._cache
-            )
-        return self._model.lm_head(self._tower.norm(hidden))[:, 0]
+        places = lengths + offsets
+        positions = torch.from_numpy(places).to(self.device)
+        ids = torch.from_numpy(tokens).to(self.device)
+        if self._tower is not None:
+            return self._tower.decode(ids, positions, mask, self._cache, int(places.max()))
+        positions = positions[:, None]
+        output = self._model(
+            input_ids=ids[:, None],
+            attention_mask=mask,
+            position_ids=positions.expand(3, -1, -1) if self._placeholders else positions,
+            past_key_values=self._cache,
+            use_cache=True,
+        )
+        return output.logits[:, 0]
 
     def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copy slots over others."""
@@ -317,10 +325,10 @@ class Network:
         }
 
 
-def _pieces(order: Sequence[int], lengths: Sequence[int]) -> list[list[int]]:
-    """Cut rows, sorted by length, where rows times the longest would pass the limit."""
+def _pieces(lengths: Sequence[int]) -> list[list[int]]:
+    """Indices by length, so that little is padding, cut where rows times the longest would pass the limit."""
     pieces: list[list[int]] = []
-    for index in order:
+    for index in sorted(range(len(lengths)), key=lengths.__getitem__):
         if pieces and (len(pieces[-1]) + 1) * lengths[index] <= _PREFILL_TOKENS:
             pieces[-1].append(index)
         else:

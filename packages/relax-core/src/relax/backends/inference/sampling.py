@@ -71,20 +71,21 @@ def draw(
     greedy = temperature == 0
     scale = torch.from_numpy(np.where(greedy, np.float32(1), temperature)).to(logits.device)
     scaled = logits.float() / scale[:, None]
-    if never:
-        scaled[:, list(never)] = -torch.inf
+    for token in never:
+        scaled[:, token] = -torch.inf
     logprobs = torch.log_softmax(scaled, dim=-1)
-    # float64 keeps the tail of a large vocabulary; a probability of exactly 0 is a step of height 0 and is
-    # never drawn.
-    weights = logprobs.exp().double()
+    weights = torch.exp(logprobs, out=scaled)
+    # The sum in float64 keeps the tail of a large vocabulary; a probability of exactly 0 is a step of height
+    # 0 and is never drawn.
+    cumulative = weights.cumsum(dim=-1, dtype=torch.float64)
     truncated = ~greedy & ((top_p < 1) | (top_k > 0))
     if truncated.any():
         rows = torch.from_numpy(np.flatnonzero(truncated)).to(logits.device)
-        weights[rows] = _truncate(weights[rows], top_p[truncated], top_k[truncated])
-    cumulative = weights.cumsum(dim=-1)
+        kept = _truncate(weights[rows].double(), top_p[truncated], top_k[truncated])
+        cumulative[rows] = kept.cumsum(dim=-1)
     total = cumulative[:, -1:]
     goal = torch.from_numpy(u).to(logits.device)[:, None] * total
-    goal = torch.minimum(goal, torch.nextafter(total, torch.zeros_like(total)))
+    goal = torch.minimum(goal, torch.nextafter(total, goal.new_zeros(1)))
     tokens = torch.searchsorted(cumulative, goal, right=True)
     if greedy.any():
         tokens = torch.where(

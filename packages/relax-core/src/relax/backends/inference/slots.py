@@ -25,6 +25,47 @@ _WIDTH_STEP = 16
 """Attention widths are rounded up to this many positions, so that kernels see few shapes."""
 
 
+def attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None = None
+) -> Tensor:
+    """Attention where query heads that share a KV head become its query rows: for one new token a row this
+    reads the cache in place, where repeating KV for each head would copy it (15 times slower at width 240 on
+    a CPU).
+
+    Args:
+        query: [rows, heads, length, head_dim].
+        key: [rows, kv_heads, width, head_dim].
+        value: as key.
+        mask: [rows, 1, length, width], added to scores; None is causal, with width = length.
+        scaling: of scores; None is head_dim ** -0.5.
+
+    Returns:
+        [rows, length, heads, head_dim].
+    """
+    rows, heads, length, size = query.shape
+    kv_heads = key.shape[1]
+    if length > 1 or mask is None:
+        out = scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=True
+        )
+        return out.transpose(1, 2)
+    if query.device.type != "cpu" or query.dtype != torch.float32:
+        grouped = query.reshape(rows, kv_heads, heads // kv_heads, size)
+        out = scaled_dot_product_attention(grouped, key, value, attn_mask=mask, scale=scaling)
+        return out.reshape(rows, 1, heads, size)
+    # Two matrix products and a softmax take two thirds of the time of the fused kernel, which is made for
+    # many queries.
+    width = key.shape[2]
+    scores = torch.baddbmm(
+        mask.expand(rows, kv_heads, 1, width).reshape(rows * kv_heads, 1, width),
+        query.reshape(rows * kv_heads, heads // kv_heads, size),
+        key.reshape(rows * kv_heads, width, size).transpose(1, 2),
+        alpha=size**-0.5 if scaling is None else scaling,
+    )
+    out = torch.bmm(scores.softmax(-1), value.reshape(rows * kv_heads, width, size))
+    return out.view(rows, 1, heads, size)
+
+
 def _attention(
     module: torch.nn.Module,
     query: Tensor,
@@ -34,15 +75,8 @@ def _attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attention where query heads that share a KV head become its query rows: for one new token a row this
-    reads the cache in place, where repeating KV for each head would copy it (15 times slower at width 240 on
-    a CPU).
-    """
-    rows, heads, length, size = query.shape
-    if length == 1 and attention_mask is not None:
-        grouped = query.reshape(rows, key.shape[1], heads // key.shape[1], size)
-        out = scaled_dot_product_attention(grouped, key, value, attn_mask=attention_mask, scale=scaling)
-        return out.reshape(rows, 1, heads, size), None
+    if query.shape[2] == 1 and attention_mask is not None:
+        return attention(query, key, value, attention_mask, scaling), None
     return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
 
 
@@ -93,8 +127,9 @@ class SlotCache(Cache):
     def __init__(
         self, layers: int, slots: int, capacity: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        self._layers = [SlotLayer(self) for _ in range(layers)]
-        super().__init__(layers=list(self._layers))
+        self.kv = [SlotLayer(self) for _ in range(layers)]
+        """The layers, as what they are here."""
+        super().__init__(layers=list(self.kv))
         self.capacity = capacity
         self.decoding: tuple[Tensor, Tensor, int] | None = None
         """In a decode step: rows int64 [rows], the position each writes int64 [rows], the width read."""
@@ -127,7 +162,7 @@ class SlotCache(Cache):
             sources: the row of the prefill for each slot; a row may be copied many times.
             pads: for each slot, the padding on the left of its source row.
         """
-        first = self._layers[0].fresh
+        first = self.kv[0].fresh
         assert first is not None
         length = first[0].shape[2]
         self._grow(max(slots) + 1, length)
@@ -138,7 +173,7 @@ class SlotCache(Cache):
         # position, masked.
         steps = torch.arange(length, device=self._device)[None]
         column = (steps + pad).clamp(max=length - 1)
-        for layer in self._layers:
+        for layer in self.kv:
             assert layer.keys is not None
             assert layer.values is not None
             assert layer.fresh is not None
@@ -154,7 +189,7 @@ class SlotCache(Cache):
     def move(self, sources: Sequence[int], to: Sequence[int]) -> None:
         """Copy whole slots over others."""
         source, target = (torch.tensor(rows, device=self._device) for rows in (sources, to))
-        for layer in self._layers:
+        for layer in self.kv:
             for stored in (layer.keys, layer.values):
                 assert stored is not None
                 stored[target] = stored[source]
@@ -162,7 +197,7 @@ class SlotCache(Cache):
 
     def drop(self) -> None:
         """Give back all storage."""
-        for layer in self._layers:
+        for layer in self.kv:
             layer.keys = layer.values = layer.fresh = None
         self._mask = self._mask.new_empty(0, 0)
         self.decoding = None
@@ -177,7 +212,7 @@ class SlotCache(Cache):
         mask = torch.full((slots, width), self._masked, dtype=self._dtype, device=self._device)
         mask[:have_slots, :have_width] = self._mask
         self._mask = mask
-        for layer in self._layers:
+        for layer in self.kv:
             layer.keys, layer.values = (
                 self._resized(layer, index, slots, width, have_slots, have_width) for index in (0, 1)
             )
