@@ -258,10 +258,19 @@ async def test_bfloat16_agrees_with_a_bfloat16_forward_to_its_precision(text_ora
         assert np.abs(expected - answer.logprobs).max() < 0.03
 
 
-@pytest.mark.parametrize("model_type", ["llama", "qwen2"])
-async def test_other_families_of_plain_attention_agree_too(tmp_path, text_oracle, make_request, model_type):
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model_type": "llama"},
+        {"model_type": "qwen2"},
+        {"attention_bias": True, "tie_word_embeddings": False},
+        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}},
+    ],
+    ids=["llama", "qwen2", "qwen3-biases-untied", "qwen3-dynamic-rope"],
+)
+async def test_other_models_of_plain_attention_agree_too(tmp_path, text_oracle, make_request, changes):
     config = json.loads((text_oracle.folder / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": model_type}))
+    (tmp_path / "config.json").write_text(json.dumps(config | changes))
     oracle = type(text_oracle)(tmp_path)
     requests = [make_request(f"r{n}", seed=n, length=5 + 20 * n, max_new_tokens=10 * n + 1) for n in range(4)]
     engine = TransformersEngine(tmp_path)
