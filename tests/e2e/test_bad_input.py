@@ -50,7 +50,7 @@ QUICK = "configs/quickstart.yaml"
         ((QUICK, "reward.kwargs={character: seven}"), "char_share"),
         ((QUICK, "environment=calculater"), "calculator"),
         ((QUICK, "algorithm=gropo"), "grpo"),
-        ((QUICK, "ray.num_cpus=0.3"), "too few CPUs"),
+        ((QUICK, "ray.num_cpus=1", "ray.cpus_per_worker=0.5"), "too few CPUs"),
         ((QUICK, "model=./no/such/folder"), "there is no such folder"),
         ((QUICK, "rollout.engine=vllm"), "rollout.engine"),
         ((QUICK, "actor.backend=megatorn"), "actor.backend"),

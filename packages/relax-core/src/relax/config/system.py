@@ -45,7 +45,7 @@ class RaySettings(Settings):
     """The Ray that holds the roles: started inside the command, or an existing cluster's `address`."""
 
     address: str | None = None
-    num_cpus: float | None = Field(default=None, gt=0)
+    num_cpus: int | None = Field(default=None, ge=1)
     """CPUs of the embedded Ray; those of the machine when not given."""
     cpus_per_worker: float = Field(default=0.2, gt=0)
     """CPUs a role's worker reserves (a reservation, not a limit)."""

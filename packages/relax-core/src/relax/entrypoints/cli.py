@@ -156,8 +156,8 @@ def _schedule(run: Path, steps: int) -> Path:
     trained = sum(1 for _ in read(recorded / "actor.jsonl"))
     if trained != steps:
         raise ConfigError(
-            f"--replay {run}: its first part trained {trained} steps and {steps} are asked for; a replay follows "
-            "a run that was not stopped, with as many steps"
+            f"--replay {run}: its first part trained {trained} steps and {steps} are asked for; a replay "
+            "follows a run that was not stopped, with as many steps"
         )
     return recorded
 
