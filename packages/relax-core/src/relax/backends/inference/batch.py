@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from relax.backends.inference.base import FinishedGeneration
+from relax.backends.inference.contexts import Context
 from relax.backends.inference.errors import EngineError
-from relax.backends.inference.network import Context, Network
+from relax.backends.inference.network import Network
 from relax.backends.inference.sampling import draw, uniforms
 
 _NO_TOKEN = -1

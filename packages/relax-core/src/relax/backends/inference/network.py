@@ -1,14 +1,11 @@
 """A Hugging Face model over a slot cache: prefill prompts into slots, decode one token for every running row.
 
-Text models and Qwen3-VL go through the model's own forward, with explicit masks and positions; what differs
-between them is where positions come from (mRoPE) and what a prefill carries (pixels).
+Text of Qwen3 and Qwen3-VL goes through `TextTower`; images and other families through the model's own
+forward, with explicit masks and positions.
 """
 
-import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -16,33 +13,11 @@ from agentic import GenerationRequest
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from relax.backends.inference.contexts import Context, pieces
 from relax.backends.inference.errors import EngineError, InvalidRequest, InvalidUpdate
 from relax.backends.inference.slots import ATTENTION, SlotCache
 from relax.backends.inference.tower import TextTower, serves
 from relax.backends.models import build_model, named_weights, text_config, torch_dtype, unsampled_tokens
-
-_PREFILL_TOKENS = 4096
-"""A prefill is cut into pieces of about this many tokens, padding included, to bound its masks' memory."""
-
-
-@dataclass(frozen=True)
-class Context:
-    """A sequence to prefill: tokens int64 [k], and the media that its placeholders stand for."""
-
-    tokens: NDArray[np.int64]
-    media: Sequence[Mapping[str, Any]]
-
-    @property
-    def key(self) -> bytes:
-        """Equal for contexts of equal content."""
-        found = hashlib.blake2b(self.tokens.tobytes(), digest_size=16)
-        for item in self.media:
-            for name in sorted(item):
-                value = item[name]
-                found.update(f"{name}{getattr(value, 'shape', value)}".encode())
-                if isinstance(value, np.ndarray):
-                    found.update(np.ascontiguousarray(value).data)
-        return found.digest()
 
 
 class Network:
@@ -161,7 +136,7 @@ class Network:
         """
         offsets = [0] * len(contexts)
         rows: list[Tensor] = [torch.empty(0)] * len(contexts)
-        for piece in _pieces([len(context.tokens) for context in contexts]):
+        for piece in pieces([len(context.tokens) for context in contexts]):
             logits, found = self._prefill(contexts, slots, piece, logits=True)
             assert logits is not None
             for index, row, offset in zip(piece, logits, found, strict=True):
@@ -170,7 +145,7 @@ class Network:
 
     def recompute(self, contexts: Sequence[Context], slots: Sequence[Sequence[int]]) -> None:
         """Compute the KV of each context once and copy it into each of its slots, and nothing else."""
-        for piece in _pieces([len(context.tokens) for context in contexts]):
+        for piece in pieces([len(context.tokens) for context in contexts]):
             self._prefill(contexts, slots, piece, logits=False)
 
     def _prefill(
@@ -323,14 +298,3 @@ class Network:
             name: torch.from_numpy(np.concatenate([item[name] for item in items])).to(self.device)
             for name in ("pixel_values", "image_grid_thw")
         }
-
-
-def _pieces(lengths: Sequence[int]) -> list[list[int]]:
-    """Indices by length, so that little is padding, cut where rows times the longest would pass the limit."""
-    pieces: list[list[int]] = []
-    for index in sorted(range(len(lengths)), key=lengths.__getitem__):
-        if pieces and (len(pieces[-1]) + 1) * lengths[index] <= _PREFILL_TOKENS:
-            pieces[-1].append(index)
-        else:
-            pieces.append([index])
-    return pieces
