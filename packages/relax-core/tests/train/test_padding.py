@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from relax.backends.train.base import Packed
 from relax.backends.train.conformance import make_rows, pack
 from relax.backends.train.errors import BatchError
-from relax.backends.train.padding import pad
+from relax.backends.train.padding import check, pad
 
 shapes = st.lists(st.tuples(st.integers(1, 6), st.integers(0, 6)), min_size=1, max_size=6).filter(
     lambda rows: any(response for _, response in rows)
@@ -20,7 +20,7 @@ shapes = st.lists(st.tuples(st.integers(1, 6), st.integers(0, 6)), min_size=1, m
 @given(shapes)
 def test_each_response_token_is_predicted_one_place_before_it(lengths):
     rows = make_rows(50, lengths)
-    padded = pad(pack(rows), vocabulary=50, context=12)
+    padded = pad(pack(rows))
     width = max(prompt + response for prompt, response in lengths)
     assert padded.input_ids.shape == (len(rows), width)
     targets = []
@@ -58,9 +58,9 @@ def packed(**changes) -> Packed:
 )
 def test_a_batch_that_contradicts_itself_is_refused(batch, message):
     with pytest.raises(BatchError, match=message):
-        pad(batch, vocabulary=50, context=12)
+        check(batch, vocabulary=50, context=12)
 
 
 def test_a_row_longer_than_the_context_is_refused():
     with pytest.raises(BatchError, match=r"row 1 has 6 tokens .* context holds 5"):
-        pad(packed(), vocabulary=50, context=5)
+        check(packed(), vocabulary=50, context=5)

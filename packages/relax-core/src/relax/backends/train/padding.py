@@ -30,20 +30,9 @@ class Padded:
     targets: Tensor
 
 
-def pad(batch: Packed, *, vocabulary: int, context: int) -> Padded:
-    """Lay a micro-batch out for a model with so many token ids and positions.
-
-    Raises:
-        BatchError: the batch contradicts itself or does not fit the model.
-    """
-    lengths = _checked_lengths(batch, context)
-    tokens = batch.tokens
-    if len(tokens) and not (int(tokens.min()) >= 0 and int(tokens.max()) < vocabulary):
-        raise BatchError(
-            f"token ids run from {int(tokens.min())} to {int(tokens.max())}, but the model knows 0 to "
-            f"{vocabulary - 1}; "
-            "were they made with another tokenizer?"
-        )
+def pad(batch: Packed) -> Padded:
+    """Lay out a micro-batch that `check` passed."""
+    tokens, lengths = batch.tokens, batch.offsets.diff()
     longest = int(lengths.max())
     column = torch.arange(longest, device=tokens.device)
     real = column < lengths[:, None]
@@ -81,7 +70,12 @@ def scored_targets(batch: Packed, targets: Tensor, unsampled: Tensor) -> Tensor:
     return targets.masked_fill(unsaid, UNSCORED)
 
 
-def _checked_lengths(batch: Packed, context: int) -> Tensor:
+def check(batch: Packed, *, vocabulary: int, context: int) -> None:
+    """See that a micro-batch fits itself and a model with so many token ids and positions.
+
+    Raises:
+        BatchError: it does not.
+    """
     offsets, prompts = batch.offsets, batch.prompt_lengths
     if batch.rows == 0:
         raise BatchError("a micro-batch has no row; leave empty ones out")
@@ -114,7 +108,12 @@ def _checked_lengths(batch: Packed, context: int) -> Tensor:
         raise BatchError(
             f"media lists {len(batch.media)} rows, the batch has {batch.rows}; give an empty list for text"
         )
-    return lengths
+    low, high = int(batch.tokens.min()), int(batch.tokens.max())
+    if low < 0 or high >= vocabulary:
+        raise BatchError(
+            f"token ids run from {low} to {high}, but the model knows 0 to {vocabulary - 1}; were they made "
+            "with another tokenizer?"
+        )
 
 
 def required(batch: Packed, name: str) -> Tensor:

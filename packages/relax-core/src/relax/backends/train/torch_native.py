@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from relax.algorithms.spec import LossInputs, LossOutputs
 from relax.backends.models import ModelFolderError, build_model, named_weights, text_config, unsampled_tokens
-from relax.backends.train import vision
+from relax.backends.train import shared_prompts, vision
 from relax.backends.train.adamw import ClippedAdamW, require_like
 from relax.backends.train.base import LossFn, Packed, StateTree, StepStats
 from relax.backends.train.errors import (
@@ -27,8 +27,9 @@ from relax.backends.train.errors import (
     UntrainableModelError,
 )
 from relax.backends.train.export import export_model
-from relax.backends.train.padding import UNSCORED, Padded, pad, required, scored_targets
+from relax.backends.train.padding import UNSCORED, Padded, check, pad, required, scored_targets
 from relax.backends.train.settings import TrainerSettings, learning_rate
+from relax.backends.train.shared_prompts import Folded
 
 NAME = "torch_native"
 STATE_VERSION = 1
@@ -76,7 +77,7 @@ class TorchNative:
         self.folder = Path(folder)
         self.settings = settings
         try:
-            self.model = build_model(self.folder, dtype, seed=seed)
+            self.model = build_model(self.folder, dtype, seed=seed, attention=shared_prompts.ATTENTION)
         except ModelFolderError as error:
             raise UntrainableModelError(str(error)) from error
         nn.Module.to(self.model, self.device)
@@ -89,6 +90,7 @@ class TorchNative:
         self._vocabulary = int(config.vocab_size)
         self._context = int(config.max_position_embeddings)
         self._head = self._plain_head()
+        self._can_fold = shared_prompts.can_fold(self.model)
         never = unsampled_tokens(self.model.config)
         self._unsampled = torch.tensor(never, device=self.device) if never else None
         self._parameters = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
@@ -292,13 +294,15 @@ class TorchNative:
     # How logprobs come about
 
     def _logprobs(self, batch: Packed) -> Tensor:
-        padded = pad(batch, vocabulary=self._vocabulary, context=self._context)
-        targets = padded.targets
+        check(batch, vocabulary=self._vocabulary, context=self._context)
+        folds = self._can_fold and not any(batch.media)
+        layout = (shared_prompts.fold(batch) if folds else None) or pad(batch)
+        targets = layout.targets
         if self._unsampled is not None:
             targets = scored_targets(batch, targets, self._unsampled)
-        hidden = self._hidden(padded, batch)
+        hidden = self._hidden(layout, batch)
         # Only positions that predict a response token meet the head: vocabularies are large.
-        logits = self._head(hidden.flatten(0, 1).index_select(0, padded.predictors))
+        logits = self._head(hidden.flatten(0, 1).index_select(0, layout.predictors))
         if self.settings.temperature != 1.0:
             logits = logits / self.settings.temperature
         if self._unsampled is not None:
@@ -308,14 +312,16 @@ class TorchNative:
         # An ignored target gives 0 with gradient 0, where its logprob of -inf would make the loss NaN.
         return -functional.cross_entropy(logits, targets, reduction="none", ignore_index=UNSCORED)
 
-    def _hidden(self, padded: Padded, batch: Packed) -> Tensor:
+    def _hidden(self, layout: Folded | Padded, batch: Packed) -> Tensor:
+        if isinstance(layout, Folded):
+            return layout.hidden_states(self.model.get_decoder())
         if any(batch.media):
             if self.model.config.model_type != vision.MODEL_TYPE:
                 raise BatchError(
                     f"the batch has media, which {self._kind} cannot see; use a {vision.MODEL_TYPE}"
                 )
-            return vision.hidden_states(self.model, padded.input_ids, batch.media)
-        return self.model.get_decoder()(input_ids=padded.input_ids, use_cache=False).last_hidden_state
+            return vision.hidden_states(self.model, layout.input_ids, batch.media)
+        return self.model.get_decoder()(input_ids=layout.input_ids, use_cache=False).last_hidden_state
 
     @torch.no_grad()
     def _plain_head(self) -> nn.Module:
