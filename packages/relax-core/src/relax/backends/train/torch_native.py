@@ -28,6 +28,7 @@ from relax.backends.train.errors import (
 )
 from relax.backends.train.export import export_model
 from relax.backends.train.padding import UNSCORED, Padded, check, pad, required, scored_targets
+from relax.backends.train.rms_norm import use_fused_norms
 from relax.backends.train.settings import TrainerSettings, learning_rate
 from relax.backends.train.shared_prompts import Folded
 
@@ -84,6 +85,7 @@ class TorchNative:
         # Loaded weights are a mapping of the file: a trainer must not feel it when the folder goes.
         for parameter in self.model.parameters():
             parameter.data = parameter.data.clone()
+        use_fused_norms(self.model)
         # torch seeds every process differently, so that the states of equal runs would differ.
         torch.manual_seed(seed)
         config = text_config(self.model.config)
