@@ -114,7 +114,14 @@ def serve(
     try:
         for _ in range(storage_units + 1):
             command = [sys.executable, "-m", "transferqueue.process"]
-            processes.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE))
+            processes.append(
+                subprocess.Popen(
+                    command,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    start_new_session=True,  # signals to the group of the caller are not for them
+                )
+            )
         controller, *units = processes
         for number, process in enumerate(units):
             _assign(process, Assignment(os.getpid(), host, 0, token, frame_bytes, number))

@@ -27,6 +27,10 @@ class Stopped(Exception):
     """The run was asked to stop; the step at hand is given up and its samples go back to the bus."""
 
 
+class Diverged(RuntimeError):
+    """Too many steps in a row had a gradient that is not finite."""
+
+
 @dataclass
 class Totals:
     """Loss sums of a step, added over micro-batches in order."""
@@ -99,6 +103,7 @@ class Actor:
         )
         self._bus: Bus | None = None
         self._tail: asyncio.Task[None] | None = None
+        self._skipped = 0
 
     def stop(self) -> None:
         """Give up the step at hand, write a checkpoint, end the stream. Call from the event loop."""
@@ -165,6 +170,7 @@ class Actor:
             lambda: self._backend.optim_step(1.0 / totals.count if totals.count else 0.0)
         )
         clocks.optim = time.perf_counter() - begun
+        self._note_skipped(step, stats)
         self._clock.stepped(step)
         begun = time.perf_counter()
         await self._in_thread(self._publish)
@@ -182,6 +188,18 @@ class Actor:
         metrics = step_metrics(step, groups, totals, stats, clocks)
         await self._settled()
         self._tail = asyncio.create_task(self._acknowledge(step, groups, metrics))
+
+    def _note_skipped(self, step: int, stats: StepStats) -> None:
+        self._skipped = self._skipped + 1 if stats.skipped else 0
+        if not stats.skipped:
+            return
+        self._reports.add("event", event="step skipped", step=step, grad_norm=stats.grad_norm)
+        if self._skipped > self._config.actor.max_skipped_steps:
+            raise Diverged(
+                f"the gradient was not finite in {self._skipped} steps in a row (actor.max_skipped_steps = "
+                f"{self._config.actor.max_skipped_steps}): training has diverged; lower actor.lr = "
+                f"{self._config.actor.lr:g} and resume from an earlier checkpoint"
+            )
 
     async def _acknowledge(self, step: int, groups: Sequence[Group], metrics: dict[str, float]) -> None:
         """Tell the bus that a step's samples are trained; goes on beside the next step."""

@@ -60,6 +60,14 @@ def _inputs(config: RunConfig) -> list[str]:
     faults = []
     if not config.data.path:
         faults.append("data.path is empty: name a JSONL or Parquet file, or module:function")
+    if (
+        config.reward.name in ("math", "exact_match")
+        and config.environment.name == "single_turn"
+        and not config.data.answer_column
+    ):
+        faults.append(
+            f"reward = {config.reward.name} compares with an answer: name its column in data.answer_column"
+        )
     supervised = config.actor.supervised
     if supervised.steps and not config.data.answer_column and config.environment.name == "single_turn":
         faults.append(

@@ -1,6 +1,8 @@
 """The `relax` command."""
 
+import asyncio
 import sys
+import tempfile
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -76,7 +78,7 @@ def _train(words: list[str], resume: Path | None, replay: Path | None) -> None:
         outcome = run(config, folder, context, name)
     except RoleFailed as error:
         _fail(f"{error}\nrun at {folder.path}", 1)
-    except (KeyboardInterrupt, BaseExceptionGroup):
+    except (KeyboardInterrupt, asyncio.CancelledError):
         _fail(f"interrupted; run at {folder.path}", 130)
     if outcome.accounting is not None:
         typer.echo(f"samples: {outcome.accounting}")
@@ -115,16 +117,17 @@ def export(
 @app.command()
 def doctor(words: Words = None) -> None:
     """Say what would run where, and what is wrong: relax doctor configs/quickstart.yaml"""
-    from relax.config import ConfigError, check, load
-    from relax.orchestration.plan import check_cpus, plan
+    from relax.config import ConfigError, load
+    from relax.orchestration.plan import plan
+    from relax.orchestration.run_folder import RunFolder
+    from relax.orchestration.train import prepare
 
     try:
         file, overrides = _split(words or [])
         config = load(file, overrides)
-        resolved = plan(config)
-        Console().print(resolved.table())
-        check(config)
-        check_cpus(resolved, config)
+        Console().print(plan(config).table())
+        with tempfile.TemporaryDirectory() as folder:
+            prepare(config, RunFolder(Path(folder)), resume=False)
     except ConfigError as error:
         _fail(str(error), 2)
     typer.echo(

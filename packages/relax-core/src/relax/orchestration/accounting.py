@@ -47,7 +47,10 @@ def settle(bus: Endpoint, journal: Path, segment: int) -> Accounting:
     """Drop what no step will train any more, with its reason, and count."""
     queue = tq.connect(bus.address, token=bus.token)
     try:
-        partition = queue.partition(schema.PARTITION)
+        try:
+            partition = queue.partition(schema.PARTITION)
+        except tq.UnknownName:  # it ended before a role came to open it
+            return Accounting(segment, put=0, trained=0)
         open_ids = [*(ledger := partition.ledger(schema.TASK_ACTOR)).pending, *ledger.leased]
         if open_ids:
             partition.drop(open_ids, reason=UNTRAINED)

@@ -4,8 +4,11 @@ import contextlib
 import functools
 import logging
 import os
+import select
+import shutil
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 from relax.config import RunConfig
 
@@ -31,8 +34,43 @@ OBJECT_STORE_BYTES = 256 << 20
 """Samples and weights travel over the queue and dcs, so Ray's own store stays small."""
 
 
+FOLDER = "relax-ray-"
+"""Name of an embedded Ray's folder in the temporary directory, followed by the process that owns it."""
+
+
+class Daemons:
+    """Ray's own processes under an embedded Ray: without one of them nothing goes on, but nothing says so
+    either.
+    """
+
+    NAMES = ("gcs_server", "raylet")
+
+    def __init__(self) -> None:
+        self._watched: dict[str, int] = {}
+
+    def watch(self) -> None:
+        """Watch the daemons that this process has started."""
+        for entry in Path("/proc").iterdir():
+            with contextlib.suppress(OSError, IndexError):
+                name, _, rest = (entry / "stat").read_text().partition("(")[2].rpartition(")")
+                if name in self.NAMES and int(rest.split()[1]) == os.getpid():
+                    self._watched[name] = os.pidfd_open(int(entry.name))
+
+    def dead(self) -> str | None:
+        """The name of a daemon that has ended."""
+        for name, descriptor in self._watched.items():
+            if select.select([descriptor], [], [], 0)[0]:
+                return name
+        return None
+
+    def close(self) -> None:
+        for descriptor in self._watched.values():
+            os.close(descriptor)
+        self._watched = {}
+
+
 @contextlib.contextmanager
-def cluster(config: RunConfig, namespace: str) -> Iterator[None]:
+def cluster(config: RunConfig, namespace: str) -> Iterator[Daemons]:
     """A Ray with Serve, for as long as the block runs. An embedded one keeps its files in a folder that goes
     with it.
     """
@@ -43,8 +81,10 @@ def cluster(config: RunConfig, namespace: str) -> Iterator[None]:
     from ray import serve
 
     init = functools.partial(ray.init, namespace=namespace, logging_level=logging.ERROR, log_to_driver=False)
-    logging.getLogger("ray.serve").setLevel(logging.WARNING)
-    with tempfile.TemporaryDirectory(prefix="relax-ray-", ignore_cleanup_errors=True) as folder:
+    logging.getLogger("ray.serve").setLevel(logging.ERROR)
+    _sweep()
+    daemons = Daemons()
+    with tempfile.TemporaryDirectory(prefix=f"{FOLDER}{os.getpid()}-", ignore_cleanup_errors=True) as folder:
         try:
             if embedded:
                 init(
@@ -56,8 +96,19 @@ def cluster(config: RunConfig, namespace: str) -> Iterator[None]:
                 )
             else:
                 init(address=config.ray.address)
+            daemons.watch()
             serve.start(proxy_location="Disabled", logging_config={"log_level": "WARNING"})
-            yield
+            logging.getLogger("ray.serve").setLevel(logging.ERROR)
+            yield daemons
         finally:
+            daemons.close()
             if ray.is_initialized():
                 ray.shutdown()
+
+
+def _sweep() -> None:
+    """Remove what embedded Rays left whose commands were killed."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{FOLDER}*"):
+        owner = folder.name.removeprefix(FOLDER).partition("-")[0]
+        if owner.isdigit() and not Path("/proc", owner).exists():
+            shutil.rmtree(folder, ignore_errors=True)

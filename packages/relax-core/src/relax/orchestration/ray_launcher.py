@@ -12,6 +12,7 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from relax.components.context import RunContext
+from relax.orchestration.cluster import Daemons
 from relax.orchestration.launcher import Poll, RoleFailed, WorkerStatus
 from relax.orchestration.plan import SERVICE_CPUS, Plan
 from relax.orchestration.service import RoleService, ServiceStatus
@@ -26,8 +27,9 @@ END_SECONDS = 10.0
 class RayLauncher:
     """Deploys the roles, polls them, and deletes them. Needs a Ray with Serve (see `cluster`)."""
 
-    def __init__(self, plan: Plan, context: RunContext) -> None:
+    def __init__(self, plan: Plan, context: RunContext, daemons: Daemons) -> None:
         self._plan = plan
+        self._daemons = daemons
         self._context = context
         self._handles: dict[str, Any] = {}
         self._incarnations: dict[str, str] = {}
@@ -54,7 +56,7 @@ class RayLauncher:
             )
             for role in self._plan.roles
         ]
-        handles = serve.run_many(targets, wait_for_ingress_deployment_creation=True)
+        handles = serve.run_many(targets, wait_for_applications_running=False)
         self._handles = {role.name: handle for role, handle in zip(self._plan.roles, handles, strict=True)}
 
     def _placement(self) -> dict[str, dict[str, Any]]:
@@ -76,6 +78,8 @@ class RayLauncher:
         return {role.name: {"scheduling_strategy": strategy} for role in shared}
 
     async def poll(self) -> Poll:
+        if (dead := self._daemons.dead()) is not None:
+            raise RoleFailed(f"{dead} of the embedded Ray died; its logs were in Ray's temporary folder")
         statuses = await asyncio.gather(*(self._status(role.name) for role in self._plan.roles))
         poll = Poll()
         for status in statuses:
@@ -84,11 +88,12 @@ class RayLauncher:
         return poll
 
     async def _status(self, role: str) -> ServiceStatus:
+        seconds = ANSWER_SECONDS if role in self._incarnations else self._context.config.ray.start_seconds
         try:
-            async with asyncio.timeout(ANSWER_SECONDS):
+            async with asyncio.timeout(seconds):
                 status: ServiceStatus = await self._handles[role].status.remote()
         except TimeoutError:
-            return _lost(role, f"the deployment of {role} has not answered for {ANSWER_SECONDS:g} s")
+            return _lost(role, f"the deployment of {role} has not answered for {seconds:g} s")
         except (RayError, RayServeException) as error:
             return _lost(role, f"the deployment of {role} died: {error}")
         known = self._incarnations.setdefault(role, status.incarnation)
@@ -105,7 +110,8 @@ class RayLauncher:
 
     async def close(self) -> None:
         handles, self._handles = self._handles, {}
-        ending = [asyncio.ensure_future(_end(handle)) for handle in handles.values()]
+        answering = [] if self._daemons.dead() else self._incarnations
+        ending = [asyncio.ensure_future(_end(handles[role])) for role in answering if role in handles]
         if ending:
             await asyncio.wait(ending, timeout=2 * END_SECONDS)
         for task in ending:

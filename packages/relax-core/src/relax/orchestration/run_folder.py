@@ -1,8 +1,12 @@
 """The folder of one run: what lies where, and whether it can be begun or resumed."""
 
+import contextlib
+import fcntl
 import json
+import os
 import shutil
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -93,6 +97,28 @@ def reopen(path: Path, overrides: list[str]) -> tuple[RunFolder, RunConfig]:
     if not folder.config.is_file():
         raise ConfigError(f"--resume {path}: no run lies there (no {folder.config.name})")
     return folder, load(folder.config, overrides)
+
+
+@contextlib.contextmanager
+def hold(folder: RunFolder) -> Iterator[None]:
+    """Keep the run to this process for as long as the block runs; however it ends, the hold ends with it.
+
+    Raises:
+        ConfigError: another process holds it.
+    """
+    with (folder.path / ".lock").open("a+") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.seek(0)
+            raise ConfigError(
+                f"{folder.path} is still being trained by process {lock.read() or '?'}; wait for it or "
+                f"stop it"
+            ) from None
+        lock.truncate(0)
+        lock.write(str(os.getpid()))
+        lock.flush()
+        yield
 
 
 def begin_segment(folder: RunFolder, entry: dict[str, Any]) -> int:

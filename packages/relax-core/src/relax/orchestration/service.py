@@ -33,6 +33,7 @@ class RoleService:
         self._incarnation = uuid.uuid4().hex
         worker_class = ray.remote(RoleWorker)
         self._workers: dict[str, Any] = {}
+        self._up: set[str] = set()
         engines = [name for name in role.workers if name.startswith("engine-")]
         for name in (*engines, *(worker for worker in role.workers if worker not in engines)):
             pool = {engine: self._workers[engine] for engine in engines} if name == "rollout" else None
@@ -48,6 +49,8 @@ class RoleService:
     async def _watch(self, name: str) -> None:
         worker = self._workers[name]
         try:
+            await worker.pid.remote()
+            self._up.add(name)
             await worker.build.remote()
             self._set(name, "running")
             await worker.run.remote()
@@ -66,7 +69,7 @@ class RoleService:
         """State of every worker, and what they reported since the last call."""
         reports: list[Report] = []
         for name, worker in self._workers.items():
-            if name.startswith("engine-") or self._states[name].state in ("starting", "failed"):
+            if name.startswith("engine-") or name not in self._up or self._states[name].state == "failed":
                 continue
             try:
                 reports += await worker.drain.remote()

@@ -8,6 +8,8 @@ from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import transferqueue as tq
+
 from relax.components.context import RunContext
 from relax.config import RunConfig, check
 from relax.distributed.bus import Endpoint
@@ -20,7 +22,7 @@ from relax.orchestration.launcher import Launcher, Poll, RoleFailed
 from relax.orchestration.model_folder import model_folder, sees_pictures
 from relax.orchestration.plan import Plan, check_cpus, plan
 from relax.orchestration.preflight import preflight
-from relax.orchestration.run_folder import RunFolder, begin_segment
+from relax.orchestration.run_folder import RunFolder, begin_segment, hold
 from relax.orchestration.services import services
 
 POLL_SECONDS = 0.25
@@ -108,6 +110,11 @@ class _Run:
                     f"supervised warm-up {report.data['step']}/{report.data['of']}, loss "
                     f"{report.data['loss']:.3f}"
                 )
+            case "step skipped":
+                self.display.note(
+                    f"step {report.data['step'] + 1} skipped: its gradient is not finite, the weights stay "
+                    f"as they were"
+                )
             case "group dropped":
                 self.display.note(f"group {report.data['ordinal']} dropped: {report.data['reason']}")
 
@@ -145,10 +152,16 @@ def train(config: RunConfig, folder: RunFolder, context: RunContext, title: str)
 
     Raises:
         RoleFailed: a role ended with a fault; everything has been ended.
-        ConfigError: a service's port is in use.
+        ConfigError: a service's port is in use, or the run is still going elsewhere.
+        KeyboardInterrupt: interrupted while nothing could be ended tidily yet, or for the second time.
     """
     if context.first_step >= config.steps:
         return Outcome(folder.path, 0, [], 0.0, 0.0, stopped=False)
+    with hold(folder), _terminated_as_interrupted():
+        return _train(config, folder, context, title)
+
+
+def _train(config: RunConfig, folder: RunFolder, context: RunContext, title: str) -> Outcome:
     segment = begin_segment(folder, {"first_step": context.first_step})
     resolved = plan(config)
     shown = display(config.log.progress, title, config.steps, context.first_step)
@@ -163,8 +176,7 @@ def train(config: RunConfig, folder: RunFolder, context: RunContext, title: str)
                 with _launcher(resolved, context, run) as launcher:
                     stopped = asyncio.run(_supervise(launcher, resolved, config, run))
             finally:
-                accounting = settle(started.bus, folder.journal, segment)
-                JsonLines(folder.accounting).step(run.steps, accounting.as_dict())
+                accounting = _accounts(started.bus, run, segment)
     finally:
         shown.close()
         run.close()
@@ -182,6 +194,35 @@ def train(config: RunConfig, folder: RunFolder, context: RunContext, title: str)
     )
 
 
+def _accounts(bus: Endpoint, run: _Run, segment: int) -> Accounting | None:
+    """The accounts of this start, also written to the run folder; None, and a note, when the queue is
+    gone.
+    """
+    try:
+        accounting = settle(bus, run.folder.journal, segment)
+    except tq.QueueError as error:
+        run.display.note(f"the samples of this start could not be accounted for: {error}")
+        return None
+    written = JsonLines(run.folder.accounting)
+    written.step(run.steps, accounting.as_dict())
+    written.close()
+    return accounting
+
+
+@contextlib.contextmanager
+def _terminated_as_interrupted() -> Iterator[None]:
+    """SIGTERM raises KeyboardInterrupt, as SIGINT does, so that what was started is ended."""
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 @contextlib.contextmanager
 def _launcher(resolved: Plan, context: RunContext, run: _Run) -> Iterator[Launcher]:
     if context.config.launcher == "local":
@@ -192,10 +233,10 @@ def _launcher(resolved: Plan, context: RunContext, run: _Run) -> Iterator[Launch
     from relax.orchestration.cluster import cluster
 
     run.display.phase("starting Ray")
-    with cluster(context.config, context.run):
+    with cluster(context.config, context.run) as daemons:
         from relax.orchestration.ray_launcher import RayLauncher
 
-        yield RayLauncher(resolved, context)
+        yield RayLauncher(resolved, context, daemons)
 
 
 async def _supervise(launcher: Launcher, resolved: Plan, config: RunConfig, run: _Run) -> bool:
@@ -223,15 +264,21 @@ async def _follow(
     ready = False
     ending: float | None = None
     while True:
-        poll = await launcher.poll()
+        polling = asyncio.ensure_future(launcher.poll())
+        if not ready:  # a look at roles that start may take long
+            await asyncio.wait({polling, stop}, return_when=asyncio.FIRST_COMPLETED)
+            if stop.done() and not polling.done():
+                polling.cancel()
+                return True
+        poll = await polling
+        if not ready and poll.ready:
+            ready = True
+            run.display.phase("first rollouts")
         for report in poll.reports:
             run.take(report)
         _raise_failed(poll, run)
         if poll.done(endless) or (ending is not None and _actor_done(poll)):
             return ending is not None
-        if not ready and poll.ready:
-            ready = True
-            run.display.phase("first rollouts")
         if not ready and time.monotonic() > deadline and not run.rewards:
             late = [name for name, status in poll.workers.items() if status.state == "starting"]
             raise RoleFailed(
@@ -276,6 +323,7 @@ def _consequence(error: str) -> bool:
 async def _signals(run: _Run) -> AsyncIterator["asyncio.Future[None]"]:
     """A future that the first SIGINT or SIGTERM completes; the second one interrupts at once."""
     loop = asyncio.get_running_loop()
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     stop: asyncio.Future[None] = loop.create_future()
     main = asyncio.current_task()
 
@@ -292,6 +340,7 @@ async def _signals(run: _Run) -> AsyncIterator["asyncio.Future[None]"]:
     finally:
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.remove_signal_handler(number)
+            signal.signal(number, before[number])
         if not stop.done():
             stop.cancel()
 
