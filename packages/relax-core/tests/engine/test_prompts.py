@@ -54,7 +54,7 @@ def test_placeholders_and_leftover_images_become_parts() -> None:
     ]
     before = messages_of({"prompt": "what?", "image": ["A.png", "B.png"]}, settings)
     assert [part["type"] for part in before[1]["content"]] == ["image", "image", "text"]
-    with pytest.raises(ConfigError, match="more <image> placeholders than images"):
+    with pytest.raises(ValueError, match="more <image> placeholders than images"):
         messages_of({"prompt": "<image><image>", "image": "A.png"}, settings)
 
 

@@ -20,7 +20,7 @@ from relax.distributed.version_clock import VersionClock
 from relax.engine.pacing import Pacer, Slot
 from relax.engine.policy import ReplicaPolicy
 from relax.engine.pool import EnginePool, Replica
-from relax.engine.prompts import Prompt, PromptSource
+from relax.engine.prompts import BadRow, Prompt, PromptSource
 from relax.engine.tasks import task_of
 from relax.ops.reports import Reports
 
@@ -78,6 +78,7 @@ class Rollout:
         )
         self._record = Record(context.schedule / "rollout.jsonl")
         self._generated = 0
+        self._resumed_at = 0
         self._bus: Bus | None = None
         self._running: set[asyncio.Task[None]] = set()
 
@@ -88,6 +89,7 @@ class Rollout:
         )
         if self._context.source is not None:
             self._source.load_state(self._context.source)
+            self._resumed_at = int(self._context.source["next"])
         self._pool.start()
         try:
             if self._context.replay is not None:
@@ -120,7 +122,24 @@ class Rollout:
     def _launch_startable(self) -> None:
         """Start every group that may start now, so that their first turns reach the engines together."""
         while (slot := self._pacer.peek()) is not None and self._clock.routable(slot.step):
-            self._launch(self._source.take(), self._pool.least_loaded(slot.step))
+            self._launch(self._take(), self._pool.least_loaded(slot.step))
+
+    def _take(self) -> Prompt:
+        """The next prompt for the slot at hand; rows that make none are dropped, each with its reason.
+
+        A resume takes the bad rows of the run so far once more, before any other prompt. That they come in a
+        row then says nothing about how the run goes, so they do not count as failures.
+        """
+        slot = self._pacer.peek()
+        assert slot is not None
+        bad = 0
+        while True:
+            try:
+                return self._source.take()
+            except BadRow as error:
+                self._drop(error.ordinal, slot, error)
+                bad += error.ordinal >= self._resumed_at
+                self._check_failures(self._pacer.failures_in_a_row + bad, error)
 
     async def _startable(self, step: int) -> bool:
         """Wait until a group of `step` may start; False when one ended first, which may change the next."""
@@ -140,7 +159,7 @@ class Rollout:
             await self._pool.wait_all_at(self._clock.earliest(slot.step))
             starts = []
             while (next_slot := self._pacer.peek()) is not None and next_slot.step == slot.step:
-                prompt = self._source.take()
+                prompt = self._take()
                 starts.append((prompt, self._pool.by_ordinal(prompt.ordinal)))
                 self._pacer.start(prompt.ordinal)
             for _, replica in starts:
@@ -160,7 +179,11 @@ class Rollout:
             self._reap()
             self._pacer.start(entry["ordinal"])
             slot = Slot(entry["step"], entry["index"])
-            self._begin(Start(self._source.prompt(entry["ordinal"]), slot, replica))
+            try:
+                prompt = self._source.prompt(entry["ordinal"])
+            except BadRow as error:  # its row was good when the run was recorded: the data changed
+                raise RolloutFailed(f"group {entry['ordinal']} failed in a replay: {error}") from error
+            self._begin(Start(prompt, slot, replica))
         while self._running:
             await self._any_finished()
 
@@ -244,21 +267,20 @@ class Rollout:
         if self._context.replay is not None:
             raise RolloutFailed(f"group {start.prompt.ordinal} failed in a replay: {error}") from error
         self._pacer.failed(start.prompt.ordinal)
-        self._record.write(
-            event="drop", ordinal=start.prompt.ordinal, step=start.slot.step, reason=str(error)
-        )
-        self._reports.add(
-            "event",
-            event="group dropped",
-            ordinal=start.prompt.ordinal,
-            step=start.slot.step,
-            reason=str(error),
-        )
-        if self._pacer.failures_in_a_row > self._context.config.rollout.max_failures:
+        self._drop(start.prompt.ordinal, start.slot, error)
+        self._check_failures(self._pacer.failures_in_a_row, error)
+
+    def _drop(self, ordinal: int, slot: Slot, error: Exception) -> None:
+        """Record that a group is given up, and why; the slot it was for goes to the next prompt."""
+        self._record.write(event="drop", ordinal=ordinal, step=slot.step, reason=str(error))
+        self._reports.add("event", event="group dropped", ordinal=ordinal, step=slot.step, reason=str(error))
+
+    def _check_failures(self, in_a_row: int, last: Exception) -> None:
+        allowed = self._context.config.rollout.max_failures
+        if in_a_row > allowed:
             raise RolloutFailed(
-                f"{self._pacer.failures_in_a_row} groups failed in a row (rollout.max_failures = "
-                f"{self._context.config.rollout.max_failures}); the last one: {error}"
-            ) from error
+                f"{in_a_row} groups failed in a row (rollout.max_failures = {allowed}); the last one: {last}"
+            ) from last
 
     def _sample(self, start: Start, member: int, episode: Episode) -> Sample:
         transcript = episode.transcript

@@ -10,13 +10,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
+from relax.ops.sinks import appended
+
 
 class Record:
     """An append-only file of JSON lines; a line is with the operating system when `write` returns."""
 
     def __init__(self, file: Path) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
-        self._stream: IO[str] = file.open("a", buffering=1)
+        self._stream: IO[str] = appended(file)
 
     def write(self, **entry: Any) -> None:
         self._stream.write(json.dumps(entry, separators=(",", ":")) + "\n")
@@ -26,10 +28,12 @@ class Record:
 
 
 def read(file: Path) -> Iterator[dict[str, Any]]:
-    """The lines of a record; a last line cut short by a crash is left out."""
+    """The lines of a record. One cut short by a crash is left out, also where a later start went on."""
     if not file.is_file():
         return
-    with file.open() as stream:
+    with file.open("rb") as stream:
         for line in stream:
-            if line.endswith("\n"):
+            try:
                 yield json.loads(line)
+            except ValueError:  # no beginning of a JSON object is JSON, so this is how a torn line shows
+                continue

@@ -1,5 +1,6 @@
 """Checkpoints of a run: trainer state and place in the prompts, one folder a step, whole or not there."""
 
+import hashlib
 import json
 import re
 import shutil
@@ -7,6 +8,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from relax.config.base import ConfigError
 
 if TYPE_CHECKING:  # finding the newest checkpoint needs no torch
     from relax.backends.train.base import StateTree
@@ -94,14 +97,88 @@ class Checkpoints:
 
 
 def read_checkpoint(folder: Path) -> tuple["StateTree", dict[str, Any]]:
-    """The trainer's state, and the state of the prompt source."""
+    """The trainer's state, and the state of the prompt source.
+
+    Raises:
+        ConfigError: the checkpoint is damaged; the message says how to go on without it.
+    """
     from relax.backends.train.base import StateTree
+    from relax.backends.train.errors import StateFileError
     from relax.backends.train.state_files import read_state
 
-    state = read_state(folder)
-    return StateTree(state.tensors, state.data["trainer"]), state.data[SOURCE]
+    try:
+        state = read_state(folder)
+    except StateFileError as error:
+        raise ConfigError(f"checkpoint {folder} is damaged: {error}; {_way_out(folder)}") from error
+    data = _data(folder, state.data)
+    return StateTree(state.tensors, data["trainer"]), data[SOURCE]
 
 
 def read_source(folder: Path) -> dict[str, Any]:
-    """The state of the prompt source alone, without the tensors and without torch."""
-    return json.loads((folder / "data.json").read_text())[SOURCE]
+    """The state of the prompt source alone, without the tensors and without torch.
+
+    `data.json` is held against its digest, `tensors.safetensors` against its own header: a file cut short is
+    found here, before anything starts. Its digest is `read_checkpoint`'s to check.
+
+    Raises:
+        ConfigError: the checkpoint is damaged; the message says how to go on without it.
+    """
+    file = folder / "manifest.json"
+    try:
+        digests = json.loads(file.read_bytes())["sha256"]
+        expected = {name: digests[name] for name in ("data.json", "tensors.safetensors")}
+        file = folder / "data.json"
+        content = file.read_bytes()
+        if (found := hashlib.sha256(content).hexdigest()) != expected["data.json"]:
+            raise ValueError(f"its sha256 is {found}, not that of manifest.json")
+        data = json.loads(content)
+        file = folder / "tensors.safetensors"
+        _check_length(file)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise _damaged(folder, file, error) from error
+    return _data(folder, data)[SOURCE]
+
+
+def _data(folder: Path, data: Any) -> dict[str, Any]:
+    """What `Checkpoints.save` wrote as plain data; ConfigError when it did not write this."""
+    try:
+        if data[STEP] != int(folder.name.removeprefix("step-")):
+            raise ValueError(f"it is of step {data[STEP]}")
+        source = data[SOURCE]
+        if not all(type(value) is int for value in (source["next"], *source["returned"])):
+            raise ValueError(f"{SOURCE} = {source!r:.80}; expected ordinals")
+        if not isinstance(data["trainer"], dict):
+            raise ValueError("it has no state of the trainer")
+    except (ValueError, LookupError, TypeError) as error:
+        raise _damaged(folder, folder / "data.json", error) from error
+    return data
+
+
+def _check_length(file: Path) -> None:
+    """Raise ValueError unless a safetensors file is as long as its header says."""
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        if length > size:
+            raise ValueError(f"it is cut short: {size} bytes, and a header of {length}")
+        header = json.loads(stream.read(length))
+    ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+    if size != (whole := 8 + length + max(ends, default=0)):
+        raise ValueError(f"it has {size} bytes, its header says {whole}")
+
+
+def _damaged(folder: Path, file: Path, error: Exception) -> ConfigError:
+    cause = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
+    return ConfigError(f"checkpoint {folder.name} is damaged, {file}: {cause}; {_way_out(folder)}")
+
+
+def _way_out(folder: Path) -> str:
+    match = _NAME.match(folder.name)
+    older = [
+        checkpoint
+        for checkpoint in Checkpoints(folder.parents[1], keep=1).all()
+        if match is not None and checkpoint.step < int(match[1])
+    ]
+    if older:
+        return f"remove {folder} to go on from step {older[-1].step}"
+    return f"remove {folder}, and the run begins again"

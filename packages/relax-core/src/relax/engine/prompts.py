@@ -6,7 +6,7 @@ the ordinals that were taken and not trained: nothing is skipped and nothing rep
 
 import difflib
 import importlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,30 @@ class Prompt:
     row: Mapping[str, Any]
 
 
+class BadRow(ValueError):
+    """A row of the data that makes no prompt.
+
+    Attributes:
+        path: `data.path`.
+        row: its place in the data, from 0.
+        ordinal: the prompt it was to be.
+        reason: what is wrong with it; printable whatever the row holds.
+    """
+
+    def __init__(self, path: str, row: int, ordinal: int, reason: str) -> None:
+        reason = reason.encode(errors="backslashreplace").decode()
+        super().__init__(path, row, ordinal, reason)
+        self.path = path
+        self.row = row
+        self.ordinal = ordinal
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return (
+            f"data.path = {self.path!r}: row {self.row} (ordinal {self.ordinal}) is no prompt: {self.reason}"
+        )
+
+
 class PromptSource:
     """Prompts in the order of the run's seed, one epoch after the other, each shuffled anew."""
 
@@ -53,14 +77,18 @@ class PromptSource:
         return len(self._rows)
 
     def take(self) -> Prompt:
-        """The next prompt; a returned one comes first."""
+        """The next prompt; a returned one comes first.
+
+        Raises:
+            BadRow: its row makes none. It has been taken: the next call goes on behind it.
+        """
         if self._returned:
             return self.prompt(self._returned.pop(0))
         self._next += 1
         return self.prompt(self._next - 1)
 
     def prompt(self, ordinal: int) -> Prompt:
-        """The prompt of an ordinal, without taking it."""
+        """The prompt of an ordinal, without taking it. Raises BadRow."""
         epoch, place = divmod(ordinal, len(self._rows))
         if epoch != self._epoch:
             self._epoch = epoch
@@ -69,10 +97,7 @@ class PromptSource:
                 if self._settings.shuffle
                 else np.arange(len(self._rows))
             )
-        index = int(self._order[place])
-        row = self._rows[index]
-        answer = row[self._settings.answer_column] if self._settings.answer_column else None
-        return Prompt(ordinal, f"row-{index}", messages_of(row, self._settings), answer, row)
+        return prompt_of(self._rows, int(self._order[place]), self._settings, ordinal)
 
     def state(self, untrained: Iterable[int]) -> dict[str, Any]:
         """What a resume needs: `untrained` are ordinals taken whose groups were not trained."""
@@ -83,25 +108,83 @@ class PromptSource:
         self._returned = [int(ordinal) for ordinal in state["returned"]]
 
 
+def prompt_of(rows: Sequence[Mapping[str, Any]], index: int, settings: DataSettings, ordinal: int) -> Prompt:
+    """Row `index` as the prompt number `ordinal`.
+
+    Raises:
+        BadRow: the row cannot be read, lacks a column, or holds no text or messages where they should be.
+    """
+    try:
+        row = rows[index]  # an image column is decoded here, and decoders raise whatever they like
+        if not isinstance(row, Mapping):
+            raise ValueError(f"expected a mapping from columns to values, not {row!r:.80}")
+        messages = messages_of(row, settings)
+        answer = _cell(row, settings.answer_column) if settings.answer_column else None
+    except Exception as error:
+        own = type(error) is ValueError
+        reason = str(error) if own else f"{type(error).__name__}: {error}"
+        raise BadRow(settings.path, index, ordinal, reason) from error
+    return Prompt(ordinal, f"row-{index}", messages, answer, row)
+
+
 def messages_of(row: Mapping[str, Any], settings: DataSettings) -> list[dict[str, Any]]:
-    """The chat messages of a row, images in the places of their `<image>` placeholders."""
+    """The chat messages of a row, images in the places of their `<image>` placeholders.
+
+    Raises:
+        ValueError: a column is missing or empty, or holds no messages; the images and placeholders differ.
+    """
     if settings.messages_column:
-        messages = [dict(message) for message in row[settings.messages_column]]
+        messages = _conversation(_cell(row, settings.messages_column), settings.messages_column)
     else:
-        messages = [{"role": "user", "content": str(row[settings.prompt_column])}]
+        prompt = _cell(row, settings.prompt_column)
+        if prompt is None:
+            raise ValueError(f"column {settings.prompt_column!r} holds nothing; expected the prompt's text")
+        messages = [{"role": "user", "content": str(prompt)}]
+    for message in messages:
+        _check_text(message["content"])
     if settings.system_prompt:
         messages.insert(0, {"role": "system", "content": settings.system_prompt})
     if settings.image_column:
-        cell = row[settings.image_column]
+        cell = _cell(row, settings.image_column)
         images = list(cell) if isinstance(cell, list | tuple) else [cell]
         messages = [_with_images(message, images) for message in messages]
         if images:
             parts = [{"type": "image", "image": image} for image in images]
             last = messages[-1]
             content = last["content"]
-            text = [{"type": "text", "text": content}] if isinstance(content, str) else content
+            text = [{"type": "text", "text": content}] if isinstance(content, str) else content or []
             messages[-1] = {**last, "content": [*parts, *text]}
     return messages
+
+
+def _cell(row: Mapping[str, Any], column: str) -> Any:
+    if column not in row:
+        raise ValueError(f"it has no column {column!r}, only {', '.join(map(repr, row))}")
+    return row[column]
+
+
+def _conversation(cell: Any, column: str) -> list[dict[str, Any]]:
+    expected = 'expected a list of messages, each {"role", "content"}'
+    if not isinstance(cell, list | tuple) or not cell:
+        raise ValueError(f"column {column!r} holds {cell!r:.80}; {expected}")
+    for place, message in enumerate(cell):
+        if (
+            not isinstance(message, Mapping)
+            or not isinstance(message.get("role"), str)
+            or not isinstance(message.get("content", 0), str | list | tuple | None)
+        ):
+            raise ValueError(f"message {place} of column {column!r} is {message!r:.80}; {expected}")
+    return [dict(message) for message in cell]
+
+
+def _check_text(content: Any) -> None:
+    """Raise ValueError for text that is no Unicode (half of a surrogate pair): no tokenizer takes it."""
+    texts = [content] if isinstance(content, str) else content or []
+    for text in texts:
+        if isinstance(text, Mapping):
+            text = text.get("text")
+        if isinstance(text, str):
+            text.encode()
 
 
 def _with_images(message: dict[str, Any], images: list[Any]) -> dict[str, Any]:
@@ -113,7 +196,7 @@ def _with_images(message: dict[str, Any], images: list[Any]) -> dict[str, Any]:
     for place, piece in enumerate(pieces):
         if place:
             if not images:
-                raise ConfigError(f"a prompt has more <image> placeholders than images: {content[:80]!r}")
+                raise ValueError(f"the prompt has more <image> placeholders than images: {content[:80]!r}")
             parts.append({"type": "image", "image": images.pop(0)})
         if piece:
             parts.append({"type": "text", "text": piece})
@@ -124,7 +207,8 @@ def read_rows(settings: DataSettings) -> Sequence[Mapping[str, Any]]:
     """Read the rows and check that the columns named are there.
 
     Raises:
-        ConfigError: no such file, no rows, a column that is missing (with the columns there are).
+        ConfigError: no such file, no rows, rows that are no mappings, a column that is missing (with the
+            columns there are).
     """
     rows = _rows(settings)
     if settings.limit is not None:
@@ -135,7 +219,7 @@ def read_rows(settings: DataSettings) -> Sequence[Mapping[str, Any]]:
         )
     if not len(rows):
         raise ConfigError(f"data.path = {settings.path!r} holds no rows")
-    there = list(rows[0])
+    there = _columns(rows, settings.path)
     prompt_key = "messages_column" if settings.messages_column else "prompt_column"
     for key in (prompt_key, "answer_column", "image_column"):
         column = getattr(settings, key)
@@ -153,7 +237,7 @@ def _rows(settings: DataSettings) -> Any:
     path = settings.path
     module, separator, attribute = path.partition(":")
     if separator and "/" not in path and not Path(path).exists():
-        return list(_function(module, attribute, path)())
+        return _made(_function(module, attribute, path), path)
     file = Path(path)
     if file.suffix in FORMATS:
         if not file.is_file():
@@ -164,6 +248,28 @@ def _rows(settings: DataSettings) -> Any:
     if file.suffix and not file.is_dir() and file.is_file():
         raise ConfigError(f"data.path = {path!r}: unknown kind of file, known are {', '.join(FORMATS)}")
     return _load(path, settings, split=settings.split)
+
+
+def _made(function: Callable[[], Any], path: str) -> list[Any]:
+    made = function()
+    if isinstance(made, str | bytes | Mapping) or not isinstance(made, Iterable):
+        raise ConfigError(
+            f"data.path = {path!r} returned {made!r:.80}; expected a list of rows, each a mapping from "
+            "columns to values"
+        )
+    return list(made)
+
+
+def _columns(rows: Any, path: str) -> list[str]:
+    """The columns of the first row, without decoding what is in them."""
+    if not isinstance(rows, list):
+        return list(rows.column_names)
+    if not isinstance(rows[0], Mapping):
+        raise ConfigError(
+            f"data.path = {path!r}: rows must be mappings from columns to values, such as "
+            f'{{"prompt": "..."}}; row 0 is {rows[0]!r:.80}'
+        )
+    return list(rows[0])
 
 
 def _load(name: str, settings: DataSettings, **kwargs: Any) -> Any:
@@ -180,9 +286,12 @@ def _load(name: str, settings: DataSettings, **kwargs: Any) -> Any:
 
 def _function(module: str, attribute: str, path: str) -> Any:
     try:
-        return getattr(importlib.import_module(module), attribute)
+        function = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
         raise ConfigError(f"data.path = {path!r}: {error}") from error
+    if not callable(function):
+        raise ConfigError(f"data.path = {path!r} is {function!r:.80}; expected a function that returns rows")
+    return function
 
 
 def _near_file(file: Path) -> str:

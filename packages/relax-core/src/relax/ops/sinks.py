@@ -15,11 +15,24 @@ class Sink(Protocol):
     def close(self) -> None: ...
 
 
+def appended(file: Path) -> IO[str]:
+    """A file of lines opened at its end, which begins a line: one that a crash cut short stays by itself."""
+    torn = False
+    if file.is_file() and file.stat().st_size:
+        with file.open("rb") as before:
+            before.seek(-1, 2)
+            torn = before.read() != b"\n"
+    stream = file.open("a", buffering=1)
+    if torn:
+        stream.write("\n")
+    return stream
+
+
 class JsonLines:
     """One JSON object a line, appended; a line is with the operating system when `write` returns."""
 
     def __init__(self, file: Path) -> None:
-        self._stream: IO[str] = file.open("a", buffering=1)
+        self._stream: IO[str] = appended(file)
 
     def write(self, entry: Mapping[str, Any]) -> None:
         self._stream.write(json.dumps(entry, separators=(",", ":"), default=str) + "\n")

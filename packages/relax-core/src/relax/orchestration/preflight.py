@@ -12,10 +12,10 @@ from relax.backends.train.registry import BACKENDS
 from relax.components.assembly import Environments, algorithm_settings, context_length
 from relax.components.context import RunContext
 from relax.config import ConfigError, RunConfig
-from relax.engine.prompts import messages_of, read_rows
+from relax.engine.prompts import BadRow, prompt_of, read_rows
 
 PROMPTS_CHECKED = 512
-"""Rows whose prompts are encoded beforehand; a longer one further on drops its group with a reason."""
+"""Rows whose prompts are encoded beforehand; a bad or too long one further on drops its group."""
 
 
 def preflight(config: RunConfig, context: RunContext) -> None:
@@ -54,18 +54,29 @@ def _check_port(key: str, port: int) -> None:
 
 
 def _check_prompts(rows: Sequence[Mapping[str, Any]], config: RunConfig, context: RunContext) -> None:
-    from omni_processor import OmniProcessor
+    from omni_processor import OmniProcessor, OmniProcessorError
 
-    processor = OmniProcessor.from_pretrained(context.model)
+    try:
+        processor = OmniProcessor.from_pretrained(context.model)
+    except OmniProcessorError as error:
+        raise ConfigError(f"model.path = {config.model.path!r}: {error}") from error
     room = context_length(context) - 1
     for number in range(min(len(rows), PROMPTS_CHECKED)):
-        messages = messages_of(rows[number], config.data)
-        length = len(processor(messages, add_generation_prompt=True).tokens)
+        at = f"data.path = {config.data.path!r}: row {number}"
+        try:
+            prompt = prompt_of(rows, number, config.data, number)
+        except BadRow as error:
+            raise ConfigError(f"{at} is no prompt: {error.reason}; correct or remove the row") from error
+        try:
+            length = len(processor(prompt.messages, add_generation_prompt=True).tokens)
+        except (OmniProcessorError, TypeError, ValueError, LookupError, OSError) as error:
+            raise ConfigError(
+                f"{at} cannot be encoded: {type(error).__name__}: {error}; correct or remove the row"
+            ) from error
         if length > room:
             raise ConfigError(
                 f"data.path = {config.data.path!r}: the prompt of row {number} has {length} tokens, more "
-                f"than the {room} "
-                f"that leave room for one answer token in the context (model.context_length = "
-                f"{config.model.context_length}, the model's own limit applies too); shorten it or raise "
-                f"the limit"
+                f"than the {room} that leave room for one answer token in the context "
+                f"(model.context_length = {config.model.context_length}, the model's "
+                "own limit applies too); shorten it or raise the limit"
             )
