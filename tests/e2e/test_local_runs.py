@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from relax.orchestration.launcher import RoleFailed
 
 Local = Callable[..., Any]
 SMALL = (
@@ -88,3 +89,8 @@ def test_a_kl_term_brings_a_reference_role_that_stays_where_the_policy_began(loc
     resumed = local("quickstart", "steps=8", name="kl", resume=True)
     assert resumed.metrics[-1]["loss/reference_kl"] > 1e-3
     assert [accounts["faults"] for accounts in resumed.accounting] == [[], []]
+
+
+def test_a_run_that_diverges_is_ended_by_name(local: Local) -> None:
+    with pytest.raises(RoleFailed, match="training has diverged"):
+        local("quickstart", *SMALL, "actor.lr=1e30", "actor.max_skipped_steps=1", "steps=30")
