@@ -21,7 +21,9 @@ help: ## List these commands
 
 setup: $(filter .tools/%,$(UV)) ## Install uv if missing, then everything the lock pins into .venv/ (about a second when done)
 	@[ ! -e .git ] || git config --local filter.neutral-lock.clean 'python3 scripts/neutral_lock.py' 2>/dev/null || true
-	@if $(UV) sync --check --quiet 2>/dev/null; then $(UV) sync; else $(UV) sync --compile-bytecode; fi
+	@if $(UV) sync --check --quiet 2>/dev/null; then $(UV) sync; else \
+	  echo "installing what the lock pins and compiling its bytecode: two to four minutes the first time"; \
+	  $(UV) sync --compile-bytecode; fi
 	@$(LOCK_IS_CLEAN)
 
 .tools/bin/uv:

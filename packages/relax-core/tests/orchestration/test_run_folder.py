@@ -12,9 +12,9 @@ def config(root: Path, name: str | None = "mine") -> RunConfig:
 
 def test_a_run_is_held_once(tmp_path: Path) -> None:
     folder = create(config(tmp_path), "x")
-    with hold(folder):
-        with pytest.raises(ConfigError, match=f"still being trained by process {os.getpid()}"), hold(folder):
-            pass
+    refused = pytest.raises(ConfigError, match=f"still being trained by process {os.getpid()}")
+    with hold(folder), refused, hold(folder):
+        pass
     with hold(folder):
         pass
 
