@@ -50,7 +50,7 @@ def test_the_patterns_find_what_they_are_for() -> None:
     for folder in ("root", "home", "Users"):
         assert re.search(HOME_OF_A_MACHINE, f'"/{folder}/someone/relax"')
     assert not re.search(INDEX_ADDRESS, f"https:{host}/docs/a-simple-example")
-    assert not re.search(HOME_OF_A_MACHINE, "../shared/home/x and ~/work/x")
+    assert not re.search(HOME_OF_A_MACHINE, "../shared/home/x and ~/projects/x")
 
 
 def test_the_committed_lock_is_index_neutral(git, neutral_lock: str) -> None:
