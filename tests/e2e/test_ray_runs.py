@@ -20,8 +20,8 @@ SMALL = (
 )
 
 
-def left_behind(folder: Path, before: set[str]) -> list[str]:
-    """Shared memory and Ray folders that were not there before, and processes that still name the run."""
+def left_behind(before: set[str]) -> list[str]:
+    """Shared memory and Ray folders that were not there before."""
     shared = [f"/dev/shm/{name}" for name in os.listdir("/dev/shm")]
     rays = [str(path) for path in Path("/tmp").glob("relax-ray-*")]
     return [name for name in shared + rays if name not in before]
@@ -54,7 +54,7 @@ def test_the_quick_start_learns_and_leaves_everything_promised(command: Start) -
     assert len(run.lines("samples.jsonl")) >= 60
     assert (run.folder / "checkpoints" / "step-000060").is_dir()
     assert gone(family)
-    assert left_behind(run.folder, before) == []
+    assert left_behind(before) == []
 
 
 def test_ctrl_c_ends_with_a_checkpoint_and_a_resume_goes_on(command: Start) -> None:
@@ -67,7 +67,7 @@ def test_ctrl_c_ends_with_a_checkpoint_and_a_resume_goes_on(command: Start) -> N
     assert run.code == 0, run.output
     assert f"go on with: relax train --resume {run.folder}" in run.output
     assert gone(family)
-    assert left_behind(run.folder, before) == []
+    assert left_behind(before) == []
     done = len(run.metrics)
     assert (run.folder / "checkpoints" / f"step-{done:06d}").is_dir()
     resumed = command(
@@ -94,7 +94,7 @@ def test_a_role_that_dies_ends_the_run_with_its_name_and_no_hang(command: Start)
     assert "failed:" in run.output
     assert time.monotonic() - killed < 60
     assert gone(family)
-    assert left_behind(run.folder, before) == []
+    assert left_behind(before) == []
 
 
 def test_colocate_on_ray_is_bit_for_bit_the_run_in_one_process(command: Start, local: Start) -> None:

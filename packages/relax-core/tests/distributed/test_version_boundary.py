@@ -130,7 +130,6 @@ def test_an_engine_without_weights_is_not_routable() -> None:
     clock = VersionClock(3)
     clock.joined("a")
     assert clock.routable(0) == []
-    assert clock.startable_through() == -1
 
 
 def test_a_version_never_goes_back() -> None:

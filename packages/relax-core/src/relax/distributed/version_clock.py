@@ -47,9 +47,6 @@ class VersionClock:
         """An engine without weights: not routable."""
         self.engines[engine] = -1
 
-    def left(self, engine: str) -> None:
-        self.engines.pop(engine, None)
-
     def committed(self, engine: str, version: int) -> None:
         """An engine serves `version` from now on. Versions only grow."""
         served = self.engines.get(engine)
@@ -66,11 +63,6 @@ class VersionClock:
 
     def may_start(self, step: int, engine: str) -> bool:
         return self.engines.get(engine, -1) >= self.earliest(step)
-
-    def startable_through(self) -> int:
-        """The last step of which some engine may start a group now; -1 when none can."""
-        newest = max(self.engines.values(), default=-1)
-        return newest + self.max_staleness if newest >= 0 else -1
 
     # What the actor does
 

@@ -5,8 +5,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from agentic import Generation, GenerationRequest
-
 from relax.backends.inference.base import Health, InferenceEngine
 from relax.distributed.version_clock import VersionClock
 from relax.engine.batching import Batching
@@ -101,9 +99,6 @@ class EnginePool:
         """The replica a group belongs to under static assignment."""
         names = sorted(self.replicas)
         return self.replicas[names[ordinal % len(names)]]
-
-    async def generate(self, replica: Replica, request: GenerationRequest) -> Generation:
-        return await replica.front.generate(request)
 
     async def health(self) -> dict[str, Health]:
         found = await asyncio.gather(*(replica.engine.health() for replica in self.replicas.values()))

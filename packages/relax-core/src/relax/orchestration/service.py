@@ -89,7 +89,3 @@ class RoleService:
             if self._states[name].state in ("starting", "running"):
                 worker.stop.remote()
         await asyncio.wait(self._watchers, timeout=timeout)
-
-    async def pids(self) -> dict[str, int]:
-        """Process ids of the workers."""
-        return {name: await worker.pid.remote() for name, worker in self._workers.items()}
