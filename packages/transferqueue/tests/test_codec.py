@@ -8,9 +8,9 @@ import transferqueue as tq
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
-from transferqueue import frame
-from transferqueue.columns import NUMERIC, ColumnPlan, gather, lay_out, runs
-from transferqueue.encode import plan_fields
+from transferqueue.values import frame
+from transferqueue.values.columns import NUMERIC, ColumnPlan, gather, lay_out, runs
+from transferqueue.values.encode import plan_fields
 
 DTYPES = st.sampled_from(sorted(NUMERIC))
 

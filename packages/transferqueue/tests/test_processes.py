@@ -15,8 +15,8 @@ import numpy as np
 import psutil
 import pytest
 import transferqueue as tq
-from transferqueue import launch
-from transferqueue.launch import parse_bytes
+from transferqueue.server import launch
+from transferqueue.sizes import parse_bytes
 
 Eventually = Callable[[Callable[[], bool]], None]
 

@@ -6,11 +6,11 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from transferqueue.columns import FieldSpec
 from transferqueue.errors import Closed, GroupMismatch, StaleLease, UnknownSample
-from transferqueue.partition import Partition, Row, Wanted
-from transferqueue.ready import ReadyQueue
 from transferqueue.samplers import Groups, InOrder
+from transferqueue.scheduling.partition import Partition, Row, Wanted
+from transferqueue.scheduling.ready import ReadyQueue
+from transferqueue.values.columns import FieldSpec
 
 SPEC = FieldSpec("int32", (), True)
 N = 3

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 import transferqueue as tq
-from transferqueue import frame
-from transferqueue.encode import plan_fields
-from transferqueue.storage import Shelf
+from transferqueue.storage.service import Shelf
+from transferqueue.values import frame
+from transferqueue.values.encode import plan_fields
 
 
 def stored(shelf: Shelf, ids: list[int], new: bool = True, **fields: object) -> np.ndarray:

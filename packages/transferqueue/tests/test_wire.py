@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 import transferqueue as tq
 import zmq
-from transferqueue import frame
-from transferqueue.encode import plan_fields
-from transferqueue.messages import (
+from transferqueue.samplers import InOrder
+from transferqueue.values import frame
+from transferqueue.values.encode import plan_fields
+from transferqueue.wire.messages import (
     PROTOCOL,
     Ack,
     Commit,
@@ -35,7 +36,6 @@ from transferqueue.messages import (
     decode_reply,
     encoder,
 )
-from transferqueue.samplers import InOrder
 
 
 class Raw:
@@ -270,7 +270,7 @@ def test_another_protocol_version_is_refused_with_the_way_out(
     with raw(store.address) as peer:
         reply = peer.hello(protocol=PROTOCOL + 1)
         assert failure(reply) == "ProtocolMismatch"
-    monkeypatch.setattr("transferqueue.link.PROTOCOL", PROTOCOL + 1)
+    monkeypatch.setattr("transferqueue.wire.link.PROTOCOL", PROTOCOL + 1)
     with pytest.raises(tq.ProtocolMismatch, match="install the same transferqueue") as caught:
         tq.connect(store)
     assert (caught.value.got, caught.value.expected) == (PROTOCOL + 1, PROTOCOL)

@@ -6,10 +6,9 @@ starts one, `connect` or `connect_async` gives a client.
 """
 
 from . import samplers
-from .aio import AsyncBatch, AsyncClient, AsyncPartition, connect_async
-from .calls import Ledger
-from .client import Batch, Client, Partition, connect
-from .columns import Column, FieldSpec
+from .client.aio import AsyncBatch, AsyncClient, AsyncPartition, connect_async
+from .client.blocking import Batch, Client, Partition, connect
+from .client.calls import Ledger
 from .errors import (
     Closed,
     ControllerLost,
@@ -32,7 +31,8 @@ from .errors import (
     UnknownSample,
 )
 from .ids import IdSet
-from .launch import Server, serve
+from .server.launch import Server, serve
+from .values.columns import Column, FieldSpec
 
 __all__ = [
     "AsyncBatch",

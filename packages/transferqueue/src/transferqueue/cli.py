@@ -7,8 +7,8 @@ import sys
 from collections.abc import Sequence
 
 from .errors import QueueError
-from .launch import serve
-from .messages import MAX_FRAME_BYTES
+from .server.launch import serve
+from .wire.messages import MAX_FRAME_BYTES
 
 _ENDING = {signal.SIGINT, signal.SIGTERM}
 

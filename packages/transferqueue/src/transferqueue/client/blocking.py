@@ -7,13 +7,14 @@ from typing import Any
 
 import numpy as np
 
+from ..errors import Closed, QueueError, StaleLease
+from ..samplers import Sampler
+from ..server.launch import Server
+from ..sizes import parse_bytes
+from ..values.columns import Column
+from ..values.encode import Fields, Shared
+from ..wire.link import Link, Peer
 from .calls import Ledger, Loan, PartitionCalls, Servers, first_welcome, goodbye, run
-from .columns import Column
-from .encode import Fields, Shared
-from .errors import Closed, QueueError, StaleLease
-from .launch import Server, parse_bytes
-from .link import Link, Peer
-from .samplers import Sampler
 
 _CONTROL_TIMEOUT = 30.0
 

@@ -10,7 +10,7 @@ from heapq import heappop, heappush
 from itertools import count
 from typing import Any
 
-from .errors import (
+from ..errors import (
     Full,
     InvalidArgument,
     QueueError,
@@ -20,9 +20,11 @@ from .errors import (
     TooLarge,
     UnknownName,
 )
-from .ids import MAX_PARTITIONS, MAX_SERIAL, first_id, new_generation, unit_of
-from .link import Link, Peer
-from .messages import (
+from ..ids import MAX_PARTITIONS, MAX_SERIAL, first_id, new_generation, unit_of
+from ..samplers import Groups
+from ..scheduling.partition import Lease, Partition, Row, Wanted
+from ..wire.link import Link, Peer
+from ..wire.messages import (
     Abort,
     Ack,
     CheckFields,
@@ -49,9 +51,7 @@ from .messages import (
     Stats,
     UnitAddress,
 )
-from .node import Call
-from .partition import Lease, Partition, Row, Wanted
-from .samplers import Groups
+from ..wire.node import Call
 
 _GRACE = 2.0  # seconds a reservation outlives its put's deadline
 

@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from ..errors import InvalidArgument, SchemaMismatch
 from .columns import NUMERIC, ColumnPlan, FieldSpec, torch_if_loaded
-from .errors import InvalidArgument, SchemaMismatch
 
 Fields = Mapping[str, Any]
 Shared = Mapping[str, tuple[Any, Sequence[int | None]]]

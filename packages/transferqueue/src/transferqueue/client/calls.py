@@ -15,13 +15,22 @@ from typing import Any
 
 import numpy as np
 
-from . import frame
-from .columns import Column, ColumnPlan, FieldSpec, gather, lay_out, runs
-from .encode import Fields, Shared, plan_fields
-from .errors import ControllerLost, InvalidArgument, QueueError, StorageLost, Timeout, TooLarge, UnknownSample
-from .ids import IdSet, shortened, unit_of
-from .link import Answer, Link, Peer, Pending, frame_limit
-from .messages import (
+from ..errors import (
+    ControllerLost,
+    InvalidArgument,
+    QueueError,
+    StorageLost,
+    Timeout,
+    TooLarge,
+    UnknownSample,
+)
+from ..ids import IdSet, shortened, unit_of
+from ..samplers import InOrder, Sampler
+from ..values import frame
+from ..values.columns import Column, ColumnPlan, FieldSpec, gather, lay_out, runs
+from ..values.encode import Fields, Shared, plan_fields
+from ..wire.link import Answer, Link, Peer, Pending, frame_limit
+from ..wire.messages import (
     Abort,
     Ack,
     CheckFields,
@@ -52,7 +61,6 @@ from .messages import (
     Values,
     Welcome,
 )
-from .samplers import InOrder, Sampler
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The entry point of a server process: ``python -m transferqueue.process``, started by `launch.serve`.
+"""The entry point of a server process: ``python -m transferqueue.server.process``, started by `launch.serve`.
 
 The parent writes one line of JSON to stdin (what to be, where to listen, the token: nothing secret is in the
 arguments) and reads one line from stdout (the port, or why not). The process ends when stdin closes or the
@@ -15,10 +15,10 @@ import sys
 import msgspec
 import zmq
 
+from ..controller.service import ControllerService
+from ..storage.service import StorageService
+from ..wire.node import Node
 from .assignment import Assignment, Listening
-from .controller import ControllerService
-from .node import Node
-from .storage import StorageService
 
 
 def main() -> int:

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from .errors import InvalidArgument, SchemaMismatch
+from ..errors import InvalidArgument, SchemaMismatch
 
 _WIDTHS = {"int": (8, 16, 32, 64), "uint": (8, 16, 32, 64), "float": (16, 32, 64), "complex": (64, 128)}
 NUMERIC = frozenset(["bool", *(f"{kind}{bits}" for kind, widths in _WIDTHS.items() for bits in widths)])

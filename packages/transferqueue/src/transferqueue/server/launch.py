@@ -1,7 +1,6 @@
 """Starting a store: the controller and its storage units as child processes, and ending them."""
 
 import os
-import re
 import selectors
 import subprocess
 import sys
@@ -12,22 +11,11 @@ from types import TracebackType
 
 import msgspec
 
+from ..errors import InvalidArgument, StartFailed
+from ..ids import MAX_UNITS
+from ..sizes import parse_bytes
+from ..wire.messages import MAX_FRAME_BYTES, UnitAddress
 from .assignment import Assignment, Listening
-from .errors import InvalidArgument, StartFailed
-from .ids import MAX_UNITS
-from .messages import MAX_FRAME_BYTES, UnitAddress
-
-_UNITS = {
-    "": 1,
-    "k": 10**3,
-    "m": 10**6,
-    "g": 10**9,
-    "t": 10**12,
-    "ki": 2**10,
-    "mi": 2**20,
-    "gi": 2**30,
-    "ti": 2**40,
-}
 
 
 class Server:
@@ -113,7 +101,7 @@ def serve(
     processes: list[subprocess.Popen[bytes]] = []
     try:
         for _ in range(storage_units + 1):
-            command = [sys.executable, "-m", "transferqueue.process"]
+            command = [sys.executable, "-m", "transferqueue.server.process"]
             processes.append(
                 subprocess.Popen(
                     command,
@@ -196,13 +184,3 @@ def is_loopback(host: str) -> bool:
         return ip_address(host).is_loopback
     except ValueError:
         return False
-
-
-def parse_bytes(size: int | str) -> int:
-    """A number of bytes from an int or text such as "8GiB", "500 MB", "1024"."""
-    if isinstance(size, int) and not isinstance(size, bool) and size > 0:
-        return size
-    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([kmgt]?i?)b?\s*", str(size).lower())
-    if match is None or match[2] not in _UNITS or int(float(match[1]) * _UNITS[match[2]]) < 1:
-        raise InvalidArgument(f'{size!r} is no size; give a positive number of bytes, or text such as "8GiB"')
-    return int(float(match[1]) * _UNITS[match[2]])

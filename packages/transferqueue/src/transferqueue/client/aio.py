@@ -10,13 +10,14 @@ from typing import Any
 
 import numpy as np
 
+from ..errors import Closed, QueueError, StaleLease, Timeout
+from ..samplers import Sampler
+from ..server.launch import Server
+from ..sizes import parse_bytes
+from ..values.columns import Column
+from ..values.encode import Fields, Shared
+from .blocking import _CONTROL_TIMEOUT, Samples, open_link
 from .calls import Ledger, PartitionCalls, Servers, goodbye, run_async
-from .client import _CONTROL_TIMEOUT, Samples, open_link
-from .columns import Column
-from .encode import Fields, Shared
-from .errors import Closed, QueueError, StaleLease, Timeout
-from .launch import Server, parse_bytes
-from .samplers import Sampler
 
 
 async def connect_async(

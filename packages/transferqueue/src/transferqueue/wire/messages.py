@@ -10,9 +10,9 @@ from typing import Any
 
 import msgspec
 
-from .columns import FieldSpec
-from .frame import FrameHeader
-from .samplers import Sampler
+from ..samplers import Sampler
+from ..values.columns import FieldSpec
+from ..values.frame import FrameHeader
 
 PROTOCOL = 1
 MAX_FRAME_BYTES = 1 << 30

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import msgspec
 import zmq
 
-from .errors import Malformed, ProtocolMismatch, QueueError, Timeout, TooLarge, Unauthorized
+from ..errors import Malformed, ProtocolMismatch, QueueError, Timeout, TooLarge, Unauthorized
 from .messages import (
     COPY_BELOW,
     PROTOCOL,

@@ -4,12 +4,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from .columns import Column, ColumnPlan, gather, runs
-from .errors import FieldNotReady, InvalidArgument, UnknownSample
-from .frame import FrameHeader, decode, encode
-from .ids import shortened
-from .messages import Done, Free, Read, ReadStats, Stats, Store, Values
-from .node import Call
+from ..errors import FieldNotReady, InvalidArgument, UnknownSample
+from ..ids import shortened
+from ..values.columns import Column, ColumnPlan, gather, runs
+from ..values.frame import FrameHeader, decode, encode
+from ..wire.messages import Done, Free, Read, ReadStats, Stats, Store, Values
+from ..wire.node import Call
 
 _REFUSED_LIMIT = 100_000
 

@@ -13,8 +13,8 @@ import msgspec
 import numpy as np
 import xxhash
 
+from ..errors import Corrupt
 from .columns import DTYPES, Column, ColumnPlan, FieldSpec, row_nbytes
-from .errors import Corrupt
 
 ALIGNMENT = 64
 

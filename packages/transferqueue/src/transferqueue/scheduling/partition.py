@@ -9,8 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
-from .columns import FieldSpec
-from .errors import (
+from ..errors import (
     Closed,
     GroupMismatch,
     InvalidArgument,
@@ -19,10 +18,11 @@ from .errors import (
     UnknownName,
     UnknownSample,
 )
+from ..ids import IdSet, shortened
+from ..samplers import Groups, InOrder, Sampler
+from ..values.columns import FieldSpec
 from .groups import Group, GroupView, Standing, State
-from .ids import IdSet, shortened
 from .ready import Item, ReadyQueue
-from .samplers import Groups, InOrder, Sampler
 
 
 @dataclass(slots=True)

@@ -4,7 +4,7 @@ way.
 
 import msgspec
 
-from .messages import UnitAddress
+from ..wire.messages import UnitAddress
 
 
 class Assignment(msgspec.Struct, frozen=True):

@@ -21,7 +21,7 @@ import msgspec
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from .errors import InvalidArgument, Malformed, QueueError, Timeout, named
+from ..errors import InvalidArgument, Malformed, QueueError, Timeout, named
 from .messages import (
     COPY_BELOW,
     MAX_FRAME_BYTES,

@@ -1,0 +1,1 @@
+"""What a program that uses a store holds in its hands."""

@@ -1,0 +1,1 @@
+"""The controller of a store: all metadata, no payload."""

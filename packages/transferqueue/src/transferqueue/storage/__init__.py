@@ -1,0 +1,1 @@
+"""The storage units of a store: payload, no schedule."""

@@ -1,0 +1,1 @@
+"""From what a user hands to `put` to columns of bytes, and back."""
