@@ -6,7 +6,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from transferqueue.errors import Closed, GroupMismatch, StaleLease, UnknownSample
+from transferqueue.errors import Closed, FieldNotReady, GroupMismatch, StaleLease, UnknownSample
 from transferqueue.samplers import Groups, InOrder
 from transferqueue.scheduling.partition import Partition, Row, Wanted
 from transferqueue.scheduling.ready import ReadyQueue
@@ -299,8 +299,9 @@ class Schedule(RuleBasedStateMachine):
 
     @invariant()
     def payload_goes_when_nobody_needs_it(self) -> None:
-        self.freed.update(self.part.freed)
-        assert len(self.part.freed) == len(set(self.part.freed))
+        freed = [sample.id for sample in self.part.freed]
+        assert len(freed) == len(set(freed))
+        self.freed.update(freed)
         done = set.intersection(*self.acked.values())
         assert self.freed == done | self.dropped
         assert set(self.part.samples) == set(self.order) - self.freed
@@ -451,3 +452,38 @@ def test_a_group_that_was_served_in_part_by_another_sampler_is_not_waited_for() 
     part.update([2], {"x": SPEC}, [1])
     with pytest.raises(Closed):
         part.lease(Wanted("t", 3, Groups(3)), now=1, seconds=10, owner=2)
+
+
+def test_a_fetch_of_a_field_that_is_not_written_leases_nothing() -> None:
+    part = Partition("p", {"t": ["x"]})
+    part.put([Row(s, "g", 0, 0, 1) for s in range(2)], {"x": SPEC, "y": SPEC}, {})
+    part.put([Row(2, "g", 0, 0, 1)], {"x": SPEC}, {})
+    for sampler in (InOrder(), Groups(3)):
+        for field, ids in (("y", [2]), ("never", [0, 1, 2])):
+            with pytest.raises(FieldNotReady) as error:
+                part.lease(Wanted("t", 3, sampler), now=0, seconds=1, owner=1, require=["x", field])
+            assert (error.value.field, error.value.ids) == (field, ids)
+        assert part.fields_mask(["never"]) is None
+        assert part.leases == {}
+        lease = part.lease(Wanted("t", 3, sampler), now=0, seconds=1, owner=1, require=["x"])
+        assert lease is not None
+        assert list(lease.ids) == [0, 1, 2]
+        part.nack(lease.id, 0)
+
+
+def test_lag_is_the_age_of_the_oldest_sample_that_the_task_has_not_acked() -> None:
+    part = Partition("p", {"t": ["x"], "u": ["y"]})
+    for s in range(300):
+        part.put([Row(s, None, 0, -s, 1)], {"x": SPEC}, {}, now=float(s))
+    assert part.lag(part.tasks["t"], 300.0) == 300.0
+    for _ in range(299):  # the newest first
+        lease = part.lease(Wanted("t", 1), now=300, seconds=10, owner=1)
+        assert lease is not None
+        part.ack(lease.id, 300)
+        assert part.lag(part.tasks["t"], 300.0) == 300.0
+    part.drop([0], "because")
+    assert part.lag(part.tasks["t"], 300.0) is None
+    assert part.lag(part.tasks["u"], 300.0) == 299.0
+    task = part.tasks["t"]
+    assert (part.put_samples_total, part.put_bytes_total, part.dropped_total) == (300, 300, 1)
+    assert (task.delivered_total, task.acked_total, task.nacked_total, task.lapsed_total) == (299, 299, 0, 0)

@@ -4,13 +4,14 @@ Every sample is, for every task, unready, ready, leased or acked. Callers pass t
 work in proportion to the samples it names, never to the samples there are.
 """
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
 from ..errors import (
     Closed,
+    FieldNotReady,
     GroupMismatch,
     InvalidArgument,
     SchemaMismatch,
@@ -19,54 +20,23 @@ from ..errors import (
     UnknownSample,
 )
 from ..ids import IdSet, shortened
-from ..samplers import Groups, InOrder, Sampler
+from ..samplers import Groups, InOrder
 from ..values.columns import FieldSpec
 from .groups import Group, GroupView, Standing, State
 from .ready import Item, ReadyQueue
-
-
-@dataclass(slots=True)
-class Sample:
-    """One row's metadata. `written` and a task's `needs` are bit sets of fields; `states` holds one state a
-    task.
-    """
-
-    id: int
-    order: int
-    priority: int
-    version: int
-    group: Group | None
-    nbytes: int
-    written: int
-    states: list[State]
-    tasks_left: int
-
-
-@dataclass(slots=True)
-class Lease:
-    """Samples on loan to a consumer until `deadline`; `id` is the fencing token."""
-
-    id: int
-    task: str
-    ids: dict[int, None]
-    deadline: float
-    owner: int
-
-
-@dataclass(slots=True)
-class Row:
-    """What a put says about one sample."""
-
-    id: int
-    group: str | None
-    version: int
-    priority: int
-    nbytes: int
+from .samples import Lease, Row, Sample, missing
+from .wanted import Wanted
 
 
 @dataclass(slots=True)
 class Task:
-    """A consumer group: the fields it needs, and the incremental sets it is served from."""
+    """A consumer group: the fields it needs, and the incremental sets it is served from.
+
+    Attributes:
+        backlog: ids in put order, of which those that the task has done are dropped from the left when it
+            is read.
+        delivered_total, acked_total, nacked_total, lapsed_total: samples since the partition was made.
+    """
 
     name: str
     index: int
@@ -78,38 +48,29 @@ class Task:
     leased: dict[int, Lease] = field(default_factory=dict)
     held: Counter[int] = field(default_factory=Counter)  # samples leased, by owner
     acked: IdSet = field(default_factory=IdSet)
-
-
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """What a fetch asks for: up to `count` samples, as soon as there are `at_least` (None: all `count`). With
-    `partial`, one sample (or group) is enough.
-    """
-
-    task: str
-    count: int
-    sampler: Sampler = field(default_factory=InOrder)
-    max_priority: int | None = None
-    min_version: int | None = None
-    at_least: int | None = None
-    partial: bool = False
-
-    @property
-    def floor(self) -> int:
-        """Samples that are enough while more may come."""
-        return 1 if self.partial else self.count if self.at_least is None else self.at_least
+    backlog: deque[int] = field(default_factory=deque)
+    delivered_total: int = 0
+    acked_total: int = 0
+    nacked_total: int = 0
+    lapsed_total: int = 0
 
 
 class Partition:
     """All samples of one partition and what every task may do with them.
 
     Attributes:
-        freed: ids whose payload nobody needs any more; the owner takes and clears them.
+        length_field: the column whose lengths are the lengths of the samples, if there is one.
+        freed: samples whose payload nobody needs any more; the owner takes and clears them.
         woken: tasks for which something became ready or ended; the owner takes and clears them.
+        put_samples_total, put_bytes_total, updated_total, dropped_total: since the partition was made; bytes
+            include those of updates.
     """
 
-    def __init__(self, name: str, tasks: Mapping[str, Sequence[str]]) -> None:
+    def __init__(
+        self, name: str, tasks: Mapping[str, Sequence[str]], *, length_field: str | None = None
+    ) -> None:
         self.name = name
+        self.length_field = length_field
         self.closed = False
         self.schema: dict[str, FieldSpec] = {}
         self.samples: dict[int, Sample] = {}
@@ -117,8 +78,9 @@ class Partition:
         self.leases: dict[int, Lease] = {}
         self.dropped: dict[int, str] = {}
         self.nbytes = 0
-        self.freed: list[int] = []
+        self.freed: list[Sample] = []
         self.woken: set[str] = set()
+        self.put_samples_total = self.put_bytes_total = self.updated_total = self.dropped_total = 0
         self._bits: dict[str, int] = {}
         self._lease_heap: list[tuple[float, int]] = []
         self._last_lease = 0
@@ -134,6 +96,42 @@ class Partition:
         for name in fields:
             mask |= 1 << self._bits.setdefault(name, len(self._bits))
         return mask
+
+    def fields_mask(self, names: Iterable[str]) -> int | None:
+        """The bit set of these fields, as in `Sample.written`; None if one of them was never heard of."""
+        mask = 0
+        for name in names:
+            bit = self._bits.get(name)
+            if bit is None:
+                return None
+            mask |= 1 << bit
+        return mask
+
+    def require(self, samples: Sequence[Sample], names: Sequence[str]) -> None:
+        """Raises FieldNotReady for the first of the fields that is not written for all of the samples."""
+        mask = self.fields_mask(names)
+        if mask is not None and not missing(samples, mask):
+            return
+        for name in names:
+            bit = self.fields_mask((name,))
+            without = [sample.id for sample in samples] if bit is None else missing(samples, bit)
+            if without:
+                raise FieldNotReady(
+                    f"field {name!r} is not written for {len(without)} of {len(samples)} samples of "
+                    f"partition {self.name!r}: {shortened(without)}; name it among the fields of the task "
+                    "to wait for it",
+                    field=name,
+                    ids=shortened(without),
+                )
+
+    def lag(self, task: Task, now: float) -> float | None:
+        """The age in seconds of the oldest sample that the task has not acked; None if there is none."""
+        while task.backlog:
+            sample = self.samples.get(task.backlog[0])
+            if sample is not None and sample.states[task.index] is not State.ACKED:
+                return now - sample.born
+            task.backlog.popleft()
+        return None
 
     def task(self, name: str) -> Task:
         if name not in self.tasks:
@@ -193,9 +191,15 @@ class Partition:
                     members=members,
                 )
 
-    def put(self, rows: Sequence[Row], specs: Mapping[str, FieldSpec], sizes: Mapping[str, int]) -> None:
-        """Admits samples whose payload is stored. All or nothing: every check comes before the first
-        change.
+    def put(
+        self,
+        rows: Sequence[Row],
+        specs: Mapping[str, FieldSpec],
+        sizes: Mapping[str, int],
+        now: float = 0.0,
+    ) -> list[Sample]:
+        """Admits samples whose payload is stored, and returns them. All or nothing: every check comes before
+        the first change.
         """
         self.check_open()
         self.check_schema(specs)
@@ -203,6 +207,7 @@ class Partition:
         self._fix_schema(specs)
         written = self._mask(specs)
         touched = dict.fromkeys(self._sized(key, size) for key, size in sizes.items())
+        samples: list[Sample] = []
         for row in rows:
             group = None if row.group is None else self._group(row.group)
             states = [State.UNREADY] * len(self.tasks)
@@ -216,38 +221,62 @@ class Partition:
                 written,
                 states,
                 len(self.tasks),
+                row.length,
+                now,
+                row.places,
             )
             self._orders += 1
+            self.put_bytes_total += row.nbytes
+            samples.append(sample)
             self.samples[row.id] = sample
             self.nbytes += row.nbytes
             if group is not None:
                 group.admit(row.id, sample.order, row.priority, row.version)
                 touched[group] = None
             for task in self.tasks.values():
+                task.backlog.append(row.id)
                 task.counts[State.UNREADY] += 1
                 if group is not None:
                     group.tally[task.index][State.UNREADY] += 1
                 if task.needs & ~written == 0:
                     self._move(sample, task, State.READY)
+        self.put_samples_total += len(samples)
         self._refresh(touched)
+        return samples
 
-    def update(self, ids: Sequence[int], specs: Mapping[str, FieldSpec], nbytes: Sequence[int]) -> None:
-        """Marks fields of samples as written; what they complete becomes ready."""
+    def update(
+        self,
+        ids: Sequence[int],
+        specs: Mapping[str, FieldSpec],
+        nbytes: Sequence[int],
+        lengths: Sequence[int] | None = None,
+    ) -> list[Sample]:
+        """Marks fields of samples as written, and returns the samples; what they complete becomes ready.
+
+        Args:
+            nbytes: what each sample grows by.
+            lengths: the new length of each; None leaves them.
+        """
         samples = self.known(ids)
         self.check_schema(specs)
         self._fix_schema(specs)
         mask = self._mask(specs)
         touched: dict[Group, None] = {}
-        for sample, size in zip(samples, nbytes, strict=True):
+        for at, (sample, size) in enumerate(zip(samples, nbytes, strict=True)):
             sample.nbytes += size
             self.nbytes += size
+            self.put_bytes_total += size
+            if lengths is not None:
+                sample.length = lengths[at]
             sample.written |= mask
             for task in self.tasks.values():
                 if sample.states[task.index] is State.UNREADY and task.needs & ~sample.written == 0:
                     self._move(sample, task, State.READY)
                     if sample.group is not None:
                         touched[sample.group] = None
+        self.updated_total += len(samples)
         self._refresh(touched)
+        return samples
 
     def close_group(self, key: str, count: int, tombstones: int) -> None:
         """Fixes a group's size at `count` less the `tombstones`, members that will never be put."""
@@ -275,20 +304,41 @@ class Partition:
 
     # -- what consumers do -----------------------------------------------------------------------------------
 
-    def lease(self, wanted: Wanted, *, now: float, seconds: float, owner: int) -> Lease | None:
+    def lease(
+        self, wanted: Wanted, *, now: float, seconds: float, owner: int, require: Sequence[str] = ()
+    ) -> Lease | None:
         """Leases samples, or returns None if the fetch has to wait.
+
+        Args:
+            require: fields that must be written besides those of the task.
 
         Raises:
             Closed: the partition is closed and nothing can come any more.
+            FieldNotReady: a required field is not written for one of the samples; nothing is leased.
         """
         task = self.task(wanted.task)
+        groups: list[Item[Group]] = []
+        items: list[Item[int]] = []
         match wanted.sampler:
             case Groups(n):
-                ids = self._take_groups(task, self.view(task, n), wanted, owner)
+                groups = self._take_groups(task, self.view(task, n), wanted, owner)
+                ids = [sample for item in groups for sample in item.value.ids]
             case InOrder():
-                ids = self._take_samples(task, wanted, owner)
+                items = self._take_samples(task, wanted, owner)
+                ids = [item.value for item in items]
         if not ids:
             return None
+        if require:
+            try:
+                self.require([self.samples[sample] for sample in ids], require)
+            except FieldNotReady:
+                match wanted.sampler:
+                    case Groups(n):
+                        _put_back(self.view(task, n).ready, groups)
+                    case InOrder():
+                        _put_back(task.ready, items)
+                raise
+        task.delivered_total += len(ids)
         self._last_lease += 1
         lease = Lease(self._last_lease, task.name, dict.fromkeys(ids), now + seconds, owner)
         self.leases[lease.id] = lease
@@ -304,20 +354,20 @@ class Partition:
         self._refresh(touched)
         return lease
 
-    def _take_samples(self, task: Task, wanted: Wanted, owner: int) -> list[int]:
+    def _take_samples(self, task: Task, wanted: Wanted, owner: int) -> list[Item[int]]:
         unready, ready = task.counts[State.UNREADY], task.counts[State.READY]
         if self.closed and not (unready or ready or self._others_hold(task, owner)):
             raise self._drained(task)
         enough = 1 if self.closed and not unready else wanted.floor
-        return [item.value for item in self._take(task.ready, wanted.count, enough, wanted)]
+        return self._take(task.ready, wanted.count, enough, wanted)
 
-    def _take_groups(self, task: Task, view: GroupView, wanted: Wanted, owner: int) -> list[int]:
+    def _take_groups(self, task: Task, view: GroupView, wanted: Wanted, owner: int) -> list[Item[Group]]:
         waiting, ready, leased = (view.counts[s] for s in (Standing.WAITING, Standing.READY, Standing.LEASED))
         if self.closed and not (waiting or ready or (leased and self._others_hold(task, owner))):
             raise self._drained(task)
         count = wanted.count // view.n
         enough = 1 if self.closed and not waiting else -(-wanted.floor // view.n)
-        return [sample for item in self._take(view.ready, count, enough, wanted) for sample in item.value.ids]
+        return self._take(view.ready, count, enough, wanted)
 
     @staticmethod
     def _others_hold(task: Task, owner: int) -> bool:
@@ -335,8 +385,7 @@ class Partition:
         items = queue.take(count, wanted.max_priority, wanted.min_version)
         if len(items) >= enough:
             return items
-        for item in items:
-            queue.add(item.value, item.priority, item.order, item.version)
+        _put_back(queue, items)
         return []
 
     def _drained(self, task: Task) -> Closed:
@@ -382,11 +431,16 @@ class Partition:
             if not sample.tasks_left:
                 self._free(sample)
         self._refresh(touched)
+        task.acked_total += len(lease.ids)
+        if len(task.backlog) > 2 * (len(self.samples) + 64):
+            task.backlog = deque(sample for sample in task.backlog if sample in self.samples)
         self._ended(task, lease)
 
     def nack(self, lease_id: int, now: float) -> None:
         """Returns the samples of a lease: they are ready again, in their old place."""
-        self._return(self._end(lease_id, now))
+        lease = self._end(lease_id, now)
+        self.tasks[lease.task].nacked_total += len(lease.ids)
+        self._return(lease)
 
     def extend(self, lease_id: int, seconds: float, now: float) -> None:
         """Moves a lease's deadline to `seconds` from now."""
@@ -424,6 +478,7 @@ class Partition:
             lease = self.leases.get(lease_id)
             if lease is not None and lease.deadline == deadline:
                 del self.leases[lease_id]
+                self.tasks[lease.task].lapsed_total += len(lease.ids)
                 self._return(lease)
 
     def next_lapse(self) -> float | None:
@@ -440,6 +495,7 @@ class Partition:
         """Returns every lease of a consumer that says goodbye."""
         for lease in [lease for lease in self.leases.values() if lease.owner == owner]:
             del self.leases[lease.id]
+            self.tasks[lease.task].nacked_total += len(lease.ids)
             self._return(lease)
 
     def drop(self, ids: Sequence[int], reason: str) -> None:
@@ -466,6 +522,7 @@ class Partition:
                 sample.group.alive -= 1
                 touched[sample.group] = None
             self._free(sample)
+        self.dropped_total += len(samples)
         self._refresh(touched)
         self.woken.update(self.tasks)
 
@@ -496,7 +553,7 @@ class Partition:
     def _free(self, sample: Sample) -> None:
         del self.samples[sample.id]
         self.nbytes -= sample.nbytes
-        self.freed.append(sample.id)
+        self.freed.append(sample)
         if sample.group is not None:
             del sample.group.ids[sample.id]
 
@@ -527,3 +584,8 @@ class Partition:
         if group.size is not None:
             return group.arrived >= group.size
         return group.arrived >= max(self._group_sizes, default=0)
+
+
+def _put_back[T: (int, Group)](queue: ReadyQueue[T], items: Sequence[Item[T]]) -> None:
+    for item in items:
+        queue.add(item.value, item.priority, item.order, item.version)
