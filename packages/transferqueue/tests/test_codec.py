@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from transferqueue.values import frame
-from transferqueue.values.columns import NUMERIC, ColumnPlan, gather, lay_out, runs
+from transferqueue.values.columns import ColumnPlan, assemble, gather, lay_out, runs
 from transferqueue.values.encode import plan_fields
+from transferqueue.values.spec import NUMERIC
 
 DTYPES = st.sampled_from(sorted(NUMERIC))
 
@@ -112,6 +113,58 @@ def test_any_selection_of_rows_survives(data: st.DataObject, rows: int) -> None:
             spread = column.expand()
             assert all(equal(got, want) for got, want in zip(spread, expected, strict=True))
             assert len(spread.offsets) == len(expected) + 1
+
+
+@given(st.data(), st.integers(1, 5))
+def test_assembled_runs_are_the_concatenation(data: st.DataObject, rows: int) -> None:
+    """Rows, lengths and slices come from the pieces; the arrays from one layout, which changes no row."""
+    first = data.draw(columns(rows))
+    index = data.draw(st.lists(st.none() | st.integers(0, rows - 1), min_size=rows, max_size=rows))
+    shared = data.draw(st.booleans())
+    plans = plan_fields({}, {"f": (first, index)})[1] if shared else plan_fields({"f": first})[1]
+    values = [None if at is None else first[at] for at in index] if shared else first
+    sources = [
+        (through_a_frame(rows, plans)["f"], values),
+        (through_a_frame(2, plan_fields({"f": [None, None]})[1])["f"], [None, None]),
+    ]
+    pieces, expected = [], []
+    for _ in range(data.draw(st.integers(0, 4))):
+        column, rows_of = sources[data.draw(st.integers(0, 1))]
+        start = data.draw(st.integers(0, len(rows_of)))
+        stop = data.draw(st.integers(start, len(rows_of)))
+        pieces.append((column, start, stop))
+        expected += rows_of[start:stop]
+    column = assemble(pieces, len(expected))
+    start = data.draw(st.integers(0, len(expected)))
+    stop = data.draw(st.integers(start, len(expected)))
+    part, wanted = column.slice(start, stop), expected[start:stop]
+    nested = assemble([(column, start, stop), (column, 0, len(expected))], stop - start + len(expected))
+    for got, want in ((part, wanted), (column, expected), (nested, wanted + expected)):
+        assert len(got) == len(want)
+        lengths = got.lengths
+        assert all(equal(a, b) for a, b in zip(got, want, strict=True))
+        whole = lay_out(gather([(got, 0, len(got))]))
+        assert all(equal(a, b) for a, b in zip(whole, want, strict=True))
+        assert lengths.tolist() == whole.lengths.tolist()
+        assert len(got.offsets) == got.stored + 1
+        assert got.valid is None or len(got.valid) == got.stored
+        assert not got.values.flags.writeable
+    with pytest.raises(tq.InvalidArgument, match="rows together"):
+        assemble(pieces, len(expected) + 1)
+
+
+def test_one_run_is_a_view_and_several_are_laid_out_once() -> None:
+    column = through_a_frame(4, plan_fields({"f": [np.arange(i) for i in range(4)]})[1])["f"]
+    part = assemble([(column, 1, 3)], 2)
+    assert np.shares_memory(part.values, column.values)
+    both = assemble([(column, 2, 4), (column, 0, 2)], 4)
+    assert np.shares_memory(both[1], column.values)
+    assert both.values is both.values
+    assert both.values.tolist() == [0, 1, 0, 1, 2, 0]
+    shared = through_a_frame(3, plan_fields({}, {"f": ([np.arange(9)], [0, None, 0])})[1])["f"]
+    twice = assemble([(shared, 0, 3), (shared, 0, 3)], 6)
+    assert twice.stored == 1
+    assert len(twice.values) == 9
 
 
 @given(dtype=DTYPES, shape=st.lists(st.integers(0, 3), min_size=1, max_size=4))

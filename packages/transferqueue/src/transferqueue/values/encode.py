@@ -3,6 +3,7 @@ None.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -10,7 +11,8 @@ import msgspec
 import numpy as np
 
 from ..errors import InvalidArgument, SchemaMismatch
-from .columns import NUMERIC, ColumnPlan, FieldSpec, torch_if_loaded
+from .column import torch_if_loaded
+from .spec import NUMERIC, ColumnPlan, FieldSpec
 
 Fields = Mapping[str, Any]
 Shared = Mapping[str, tuple[Any, Sequence[int | None]]]
@@ -88,8 +90,10 @@ def _plan_stacked(dtype: str, array: np.ndarray) -> ColumnPlan:
         return ColumnPlan(FieldSpec(dtype, (), True), [array], rows, rows, None, None, None)
     length, trailing = array.shape[1], array.shape[2:]
     flat = array.reshape(rows * length, *trailing)
-    offsets = np.arange(rows + 1, dtype=np.int64) * length
-    return ColumnPlan(FieldSpec(dtype, trailing), [flat], rows * length, rows, offsets, None, None)
+    offsets = None if length else np.zeros(rows + 1, np.int64)
+    return ColumnPlan(
+        FieldSpec(dtype, trailing), [flat], rows * length, rows, offsets, None, None, length or None
+    )
 
 
 def _plan_rows(name: str, rows: list[Any]) -> ColumnPlan:
@@ -204,7 +208,7 @@ def _plan_shared(name: str, values: Any, index: Sequence[int | None]) -> ColumnP
         raise InvalidArgument(
             f"shared field {name!r} has an index outside its {plan.rows} stored rows; use None for no value"
         )
-    return ColumnPlan(plan.spec, plan.parts, plan.total, plan.stored, plan.offsets, plan.valid, rows)
+    return replace(plan, index=rows)
 
 
 def _as_array(name: str, value: Any) -> tuple[str, np.ndarray] | None:

@@ -2,11 +2,12 @@
 
 Every column is up to four sections, each starting at a multiple of 64 bytes: values, offsets (int64), valid
 (one byte a row), index (int64). Where they start follows from their sizes, so the description holds counts
-and no positions. A
-decoder trusts nothing: every size is derived, bounded by the buffer, and the offsets are checked before use.
+and no positions. A decoder trusts nothing: every size is derived, bounded by the buffer, and the offsets are
+checked before use.
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -14,7 +15,8 @@ import numpy as np
 import xxhash
 
 from ..errors import Corrupt
-from .columns import DTYPES, Column, ColumnPlan, FieldSpec, row_nbytes
+from .column import Column
+from .spec import DTYPES, ColumnPlan, FieldSpec, row_nbytes
 
 ALIGNMENT = 64
 
@@ -28,17 +30,35 @@ class ColumnHeader(msgspec.Struct, frozen=True, array_like=True):
     stored: int
     has_valid: bool
     shared: bool
+    length: int | None = None
 
 
 class FrameHeader(msgspec.Struct, frozen=True, array_like=True):
-    """Describes a frame: the rows of every column, the columns, and the xxh3 checksum of the buffer."""
+    """Describes a frame: the rows of every column, the columns, and the xxh3 checksum of the buffer (0 where
+    none was taken).
+    """
 
     rows: int
     columns: list[ColumnHeader]
     checksum: int
 
 
-def _aligned(nbytes: int) -> int:
+@dataclass(frozen=True, slots=True)
+class FrameLayout:
+    """Where everything goes in a frame that is not written yet.
+
+    Attributes:
+        header: the description, its checksum still 0.
+        nbytes: size of the frame, a multiple of 64.
+    """
+
+    header: FrameHeader
+    nbytes: int
+    _sizes: list[tuple[int, int, int, int]]  # a column: bytes of values, offsets, valid, index
+
+
+def aligned(nbytes: int) -> int:
+    """`nbytes` rounded up to where the next section may begin."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
@@ -46,49 +66,85 @@ def _sections(header: ColumnHeader, rows: int) -> tuple[int, int, int, int]:
     """Bytes of values, offsets, valid and index."""
     return (
         row_nbytes(header.spec) * header.total,
-        0 if header.spec.scalar else 8 * (header.stored + 1),
+        0 if header.spec.scalar or header.length is not None else 8 * (header.stored + 1),
         header.stored if header.has_valid else 0,
         8 * rows if header.shared else 0,
     )
 
 
-def encode(rows: int, plans: Mapping[str, ColumnPlan]) -> tuple[FrameHeader, np.ndarray]:
-    """Copies every column once into one fresh buffer (uint8) and describes it."""
+def layout(rows: int, plans: Mapping[str, ColumnPlan]) -> FrameLayout:
+    """Where the columns of `plans` lie in a frame; copies nothing."""
     headers = [
-        ColumnHeader(name, plan.spec, plan.total, plan.stored, plan.valid is not None, plan.index is not None)
+        ColumnHeader(
+            name,
+            plan.spec,
+            plan.total,
+            plan.stored,
+            plan.valid is not None,
+            plan.index is not None,
+            plan.length,
+        )
         for name, plan in plans.items()
     ]
     sizes = [_sections(header, rows) for header in headers]
-    buffer = np.empty(sum(_aligned(size) for column in sizes for size in column), np.uint8)
-    at = 0
-    for (values, offsets, valid, index), plan in zip(sizes, plans.values(), strict=True):
-        stored = plan.spec.stored
-        plan.fill(buffer[at : at + values].view(stored).reshape(plan.total, *plan.spec.trailing))
-        at = _pad(buffer, at, values)
-        for nbytes, section in ((offsets, plan.offsets), (valid, plan.valid), (index, plan.index)):
-            if nbytes:
-                buffer[at : at + nbytes].view(section.dtype)[...] = section  # type: ignore[union-attr]
-                at = _pad(buffer, at, nbytes)
-    return FrameHeader(rows, headers, xxhash.xxh3_64_intdigest(buffer)), buffer
+    nbytes = sum(aligned(size) for column in sizes for size in column)
+    return FrameLayout(FrameHeader(rows, headers, 0), nbytes, sizes)
 
 
-def _pad(buffer: np.ndarray, at: int, nbytes: int) -> int:
-    """Zeroes the gap behind a section and returns where the next begins: no stale memory leaves the
+def write(layout: FrameLayout, plans: Mapping[str, ColumnPlan], out: np.ndarray) -> None:
+    """Copies every part once to its place in `out` and zeroes the gaps, so that no stale memory leaves the
     process.
+
+    Args:
+        layout: what `layout` gave for these very plans.
+        plans: the columns.
+        out: uint8 ``[layout.nbytes]``, writable, contiguous, its start at a multiple of 64 bytes. The copy of
+            a large part holds no GIL.
     """
-    end = at + _aligned(nbytes)
-    buffer[at + nbytes : end] = 0
-    return end
+    at = 0
+    for (values, offsets, valid, index), plan in zip(layout._sizes, plans.values(), strict=True):
+        if values:
+            spec = plan.spec
+            plan.fill(np.ndarray((plan.total, *spec.trailing), spec.stored, out, at))
+            at = _close(out, at, values)
+        for nbytes, section in ((offsets, plan.offsets), (valid, plan.valid), (index, plan.index)):
+            if nbytes and section is not None:
+                np.ndarray(section.shape, section.dtype, out, at)[...] = section
+                at = _close(out, at, nbytes)
 
 
-def decode(header: FrameHeader, payload: Any) -> dict[str, Column]:
+def _close(out: np.ndarray, at: int, nbytes: int) -> int:
+    """Zeroes the gap behind a section and returns where the next begins."""
+    end = at + nbytes
+    following = aligned(end)
+    if end != following:
+        out[end:following] = 0
+    return following
+
+
+def encode(rows: int, plans: Mapping[str, ColumnPlan]) -> tuple[FrameHeader, np.ndarray]:
+    """Copies every column once into one fresh buffer (uint8) and describes it, with a checksum."""
+    plan = layout(rows, plans)
+    room = np.empty(plan.nbytes + ALIGNMENT, np.uint8)
+    start = -room.ctypes.data % ALIGNMENT
+    buffer = room[start : start + plan.nbytes]
+    write(plan, plans, buffer)
+    return FrameHeader(rows, plan.header.columns, xxhash.xxh3_64_intdigest(buffer)), buffer
+
+
+def decode(header: FrameHeader, payload: Any, *, verify: bool = True) -> dict[str, Column]:
     """The columns of a frame as read-only views of `payload` (any buffer); the views keep it alive.
+
+    Args:
+        header: its description.
+        payload: the frame. One that does not start at a multiple of 8 bytes is copied.
+        verify: whether to compare the checksum; the description is always checked.
 
     Raises:
         Corrupt: the checksum or the description does not fit the bytes.
     """
     buffer = np.frombuffer(payload, np.uint8) if len(payload) else np.empty(0, np.uint8)
-    if xxhash.xxh3_64_intdigest(buffer) != header.checksum:
+    if verify and xxhash.xxh3_64_intdigest(buffer) != header.checksum:
         raise Corrupt(
             f"a frame of {len(buffer)} bytes does not match its checksum; it was changed on the way"
         )
@@ -101,7 +157,7 @@ def decode(header: FrameHeader, payload: Any) -> dict[str, Column]:
         sections: list[np.ndarray] = []
         for nbytes in _checked(column, header.rows, len(buffer) - at):
             sections.append(buffer[at : at + nbytes])
-            at += _aligned(nbytes)
+            at += aligned(nbytes)
         columns[column.name] = _column(column, sections)
     if at != len(buffer) or len(columns) != len(header.columns):
         raise Corrupt(f"a frame of {len(buffer)} bytes is described as {at}")
@@ -114,10 +170,13 @@ def _checked(column: ColumnHeader, rows: int, left: int) -> tuple[int, int, int,
     sane = spec.dtype in DTYPES and min(counts) >= 0 and max(counts) < 1 << 48 and len(counts) <= 32
     sane = sane and not (spec.scalar and (spec.trailing or column.total != column.stored))
     sane = sane and (column.shared or column.stored == rows)
+    if column.length is not None:
+        sane = sane and not spec.scalar and 0 < column.length < 1 << 48
+        sane = sane and column.total == column.length * column.stored
     if not sane:
         raise Corrupt(f"column {column.name!r} is described inconsistently ({column})")
     sizes = _sections(column, rows)
-    if sum(map(_aligned, sizes)) > left:
+    if sum(map(aligned, sizes)) > left:
         raise Corrupt(f"column {column.name!r} is described as {sum(sizes)} bytes where {left} are left")
     return sizes
 
@@ -128,7 +187,7 @@ def _column(column: ColumnHeader, sections: list[np.ndarray]) -> Column:
     if spec.trailing:
         values = values.reshape(column.total, *spec.trailing)
     offsets = valid = index = None
-    if not spec.scalar:
+    if not spec.scalar and column.length is None:
         offsets = sections[1].view(np.int64)
         if offsets[0] != 0 or offsets[-1] != column.total or (offsets[1:] < offsets[:-1]).any():
             raise Corrupt(f"the offsets of column {column.name!r} do not increase from 0 to {column.total}")
@@ -140,4 +199,4 @@ def _column(column: ColumnHeader, sections: list[np.ndarray]) -> Column:
         index = sections[3].view(np.int64)
         if len(index) and (index.min() < -1 or index.max() >= column.stored):
             raise Corrupt(f"the index of column {column.name!r} points outside its {column.stored} rows")
-    return Column(spec, values, offsets, valid, index)
+    return Column(spec, values, offsets, valid, index, column.length)
