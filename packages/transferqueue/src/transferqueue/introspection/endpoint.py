@@ -1,0 +1,166 @@
+"""``/metrics``: an HTTP server for Prometheus, in a thread of any process that can reach a store."""
+
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from socketserver import TCPServer, ThreadingMixIn
+from types import TracebackType
+from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
+from wsgiref.types import WSGIApplication
+
+from ..client.blocking import Client
+from ..errors import InvalidArgument, StartFailed
+from ..server.launch import Server
+from .extras import load
+from .rates import Reading
+from .reader import OnChange, SharedReading, StatsReader
+
+_MOST_CONNECTIONS = 32
+_IDLE_SECONDS = 5.0
+
+
+class MetricsServer:
+    """An HTTP server that answers ``GET /metrics``. A context manager that closes it.
+
+    Attributes:
+        port: where it listens.
+        url: of the metrics.
+    """
+
+    def __init__(self, http: "_HttpServer", host: str, finish: Callable[[], None]) -> None:
+        self.port = http.server_port
+        self.url = f"http://{f'[{host}]' if ':' in host else host}:{self.port}/metrics"
+        self._http = http
+        self._finish = finish
+        self._closing = threading.Lock()
+        self._closed = False
+        self._thread = threading.Thread(target=http.serve_forever, name="transferqueue-metrics", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Ends the server and joins its threads; scrapes under way are still answered. Idempotent."""
+        with self._closing:
+            if not self._closed:
+                self._closed = True
+                self._http.shutdown()
+                self._thread.join()
+                self._http.server_close()
+                self._finish()
+
+    def __enter__(self) -> "MetricsServer":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def serve_metrics(
+    store: Client | Server | str,
+    host: str = "127.0.0.1",
+    port: int = 9400,
+    *,
+    token: str | None = None,
+    timeout: float = 3.0,
+    on_change: OnChange | None = None,
+) -> MetricsServer:
+    """Serves the metrics of a store to Prometheus from a thread of this process.
+
+    A scrape reads the store once; scrapes at the same time share a reading. While the store does not answer,
+    a scrape says ``transferqueue_up 0``, within about two `timeout`. Once it is back it is read again, also
+    if it was restarted in between (through a `Client` only as far as that one reconnects).
+
+    Args:
+        store: its address or `Server`, to which a connection of its own is made; or a client to share.
+        host: where to listen. There is no authentication: whoever reaches it may read names and counts.
+        port: 0 takes a free one.
+        token: what the store was started with. Not needed for a `Server` or a client.
+        timeout: seconds that connecting and reading may take, each.
+        on_change: called, from a thread of the server, with the error when the store stops answering, and
+            with None when it answers again.
+
+    Raises:
+        MissingExtra: prometheus-client is not installed.
+        StartFailed: the port is in use, or the host is not of this machine.
+    """
+    metrics = load("metrics", "metrics")
+    if not 0 <= port < 1 << 16:
+        raise InvalidArgument(f"port is {port}; it must be in [0, 65535]")
+    read, finish = _source(store, token, timeout)
+    try:
+        http = _HttpServer(host, port, metrics.application(SharedReading(read, on_change)))
+    except OSError as error:
+        raise StartFailed(
+            f"cannot serve metrics at {host}:{port} ({error}); choose another port or host"
+        ) from error
+    return MetricsServer(http, host, finish)
+
+
+def _source(
+    store: Client | Server | str, token: str | None, timeout: float
+) -> tuple[Callable[[], Reading], Callable[[], None]]:
+    """What reads the store, and what disconnects from it."""
+    if isinstance(store, Client):
+        return (lambda: Reading(time.monotonic(), store.stats(timeout=timeout))), (lambda: None)
+    if isinstance(store, Server) and token is None:
+        token = store.token
+    reader = StatsReader(str(store), token, timeout=timeout)
+    return reader.read, reader.close
+
+
+class _Handler(WSGIRequestHandler):
+    timeout = _IDLE_SECONDS
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """A scrape is no event."""
+
+
+class _HttpServer(ThreadingMixIn, WSGIServer):
+    """Answers each connection in a thread, which `server_close` joins.
+
+    prometheus_client's own server leaves its threads, and keeps one for every peer that is silent.
+    """
+
+    daemon_threads = False
+    request_queue_size = 2 * _MOST_CONNECTIONS
+
+    def __init__(self, host: str, port: int, application: WSGIApplication) -> None:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        self.address_family = found[0][0]
+        self._host = host
+        self._connections: set[Any] = set()
+        super().__init__((host, port), _Handler)
+        self.set_app(application)
+
+    def server_bind(self) -> None:
+        TCPServer.server_bind(self)  # the one of HTTPServer asks a name server for our name
+        self.server_name, self.server_port = self._host, int(self.server_address[1])
+        self.setup_environ()
+
+    def verify_request(self, request: Any, client_address: Any) -> bool:
+        return len(self._connections) < _MOST_CONNECTIONS
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        self._connections.add(request)
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        self._connections.discard(request)
+        super().shutdown_request(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A peer that is silent or hangs up is no error of ours."""
+        if not isinstance(sys.exception(), OSError):
+            super().handle_error(request, client_address)
+
+    def server_close(self) -> None:
+        for connection in list(self._connections):
+            try:
+                connection.shutdown(socket.SHUT_RD)  # the silent ones end at once
+            except OSError:
+                continue  # it is over already
+        super().server_close()
