@@ -1,5 +1,6 @@
 """``/metrics``: an HTTP server for Prometheus, in a thread of any process that can reach a store."""
 
+import signal
 import socket
 import sys
 import threading
@@ -20,6 +21,8 @@ from .reader import OnChange, SharedReading, StatsReader
 
 _MOST_CONNECTIONS = 32
 _IDLE_SECONDS = 5.0
+_OF_THE_PROGRAM = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD}
+"""Signals that a program may wait for, and would miss if a thread of ours took them."""
 
 
 class MetricsServer:
@@ -38,7 +41,11 @@ class MetricsServer:
         self._closing = threading.Lock()
         self._closed = False
         self._thread = threading.Thread(target=http.serve_forever, name="transferqueue-metrics", daemon=True)
-        self._thread.start()
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _OF_THE_PROGRAM)
+        try:
+            self._thread.start()  # it and all that it starts inherit the mask
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def close(self) -> None:
         """Ends the server and joins its threads; scrapes under way are still answered. Idempotent."""

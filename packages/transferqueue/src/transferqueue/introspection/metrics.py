@@ -45,10 +45,14 @@ def application(source: Source) -> WSGIApplication:
     metrics = make_wsgi_app(registry)
 
     def respond(environment: WSGIEnvironment, start: StartResponse) -> Iterable[bytes]:
-        if environment["PATH_INFO"] == "/metrics":
+        if environment["PATH_INFO"] != "/metrics":
+            status, headers = "404 Not Found", []
+        elif environment["REQUEST_METHOD"] != "GET":
+            status, headers = "405 Method Not Allowed", [("Allow", "GET")]
+        else:
             return metrics(environment, start)
-        start("404 Not Found", [("Content-Type", "text/plain; charset=utf-8")])
-        return [b"only /metrics is here\n"]
+        start(status, [*headers, ("Content-Type", "text/plain; charset=utf-8")])
+        return [b"only GET /metrics is answered\n"]
 
     return respond
 
