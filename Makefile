@@ -56,8 +56,12 @@ bench: $(filter .tools/%,$(UV)) ## Run benchmarks/*.py in turn, a JSON line per 
 	@$(UV) sync --inexact --quiet
 	@set -e; for script in $(filter-out %/claims.py,$(wildcard benchmarks/*.py)); do $(BIN)/python $$script $(ARGS); done
 
-bench-peers: $(filter .tools/%,$(UV)) ## Install the peers that benchmarks compare with, until the next setup
+bench-peers: $(filter .tools/%,$(UV)) ## Install the peers of the benchmarks: trl until the next setup, the rest into .bench/
 	$(UV) sync --compile-bytecode --group bench
+	$(UV) venv --quiet --allow-existing --python $(BIN)/python .bench/queue
+	$(UV) pip sync --quiet --compile-bytecode --python .bench/queue/bin/python benchmarks/queue_sides/requirements.txt
+	@command -v redis-server >/dev/null || \
+	  echo "redis-server is missing: install it with the system's package manager (apt-get install redis-server)"
 
 lock: setup ## Move every pin that docs/decisions/0002 leaves free; the only way to change pins
 	$(UV) lock --upgrade

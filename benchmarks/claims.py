@@ -18,6 +18,12 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import IO, Any
 
+# A script's own folder comes first on the path, where queue.py would hide the standard library's.
+_FOLDER = str(Path(__file__).parent)
+if _FOLDER in sys.path:
+    sys.path.remove(_FOLDER)
+    sys.path.append(_FOLDER)
+
 BUSY = 0.5
 """Cores that others keep busy, above which a figure says that it was measured under load."""
 

@@ -3,4 +3,6 @@
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+sys.path.append(
+    str(Path(__file__).parents[2] / "benchmarks")
+)  # first, its queue.py would hide the standard one

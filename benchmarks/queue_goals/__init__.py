@@ -1,0 +1,1 @@
+"""The goals of transferqueue, a file each; `queue.py` runs them."""
