@@ -33,7 +33,7 @@ async def test_the_whole_flow(store: tq.Server, name: str) -> None:
             seen += len(one)
             await one.ack()
         assert seen == 6
-        assert (await queue.stats())["partitions"][name]["tasks"]["a"]["acked"] == 6
+        assert (await queue.stats()).partitions[name].tasks["a"].acked == 6
 
 
 async def test_cancelling_a_fetch_leaves_nothing_leased(store: tq.Server, name: str) -> None:
@@ -41,7 +41,7 @@ async def test_cancelling_a_fetch_leaves_nothing_leased(store: tq.Server, name: 
         part = await queue.partition(name, tasks={"t": ["x"]})
         for rows in (0, 2):
             fetch = asyncio.create_task(part.fetch("t", 2, timeout=60))
-            while not (await queue.stats())["waiting_fetches"]:
+            while not (await queue.stats()).waiting_fetches:
                 assert not fetch.done()
             if rows:
                 await part.put(

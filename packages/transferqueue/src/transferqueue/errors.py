@@ -24,6 +24,10 @@ class QueueError(Exception):
             return details[name]
         raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
 
+    def again(self) -> "QueueError":
+        """The same error once more: one that ends several calls must not gather the traceback of each."""
+        return type(self)(str(self), **self.details)
+
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, (type(self), str(self), self.details)
 

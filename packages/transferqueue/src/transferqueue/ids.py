@@ -1,6 +1,6 @@
 """Sample ids, and sets of them compressed into intervals.
 
-An id is a positive int64: ``generation (13 bits) | partition (10) | unit (8) | serial (32)``. The generation
+An id is a positive int64: ``generation (13 bits) | partition (10) | serial (40)``. The generation
 is drawn when a store starts and serials are never reused, so the id of a cleared sample can never name
 another sample. Serials count per partition and unit, so that what a task has acked is a handful of intervals
 however many samples went through.
@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 MAX_UNITS = 1 << 8
 MAX_PARTITIONS = 1 << 10
-MAX_SERIAL = 1 << 32
+MAX_SERIAL = 1 << 40
 
 
 def new_generation() -> int:
@@ -20,14 +20,9 @@ def new_generation() -> int:
     return 1 + secrets.randbelow((1 << 13) - 1)
 
 
-def first_id(generation: int, partition: int, unit: int, serial: int) -> int:
-    """The id of the sample `serial` of a partition on a unit; the following serials follow it."""
-    return generation << 50 | partition << 40 | unit << 32 | serial
-
-
-def unit_of(sample: int) -> int:
-    """The number of the storage unit that holds the sample."""
-    return (sample >> 32) & (MAX_UNITS - 1)
+def first_id(generation: int, partition: int, serial: int) -> int:
+    """The id of the sample `serial` of a partition; the following serials follow it."""
+    return generation << 50 | partition << 40 | serial
 
 
 class IdSet:

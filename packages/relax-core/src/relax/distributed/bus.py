@@ -98,7 +98,7 @@ class Bus:
     async def depth(self) -> int:
         """Samples put and not yet through every task."""
         stats = await self._queue.stats()
-        return int(stats["partitions"][schema.PARTITION]["samples"])
+        return stats.partitions[schema.PARTITION].samples
 
     async def close(self) -> None:
         await self._queue.close()

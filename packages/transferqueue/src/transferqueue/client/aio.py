@@ -6,41 +6,72 @@ import asyncio
 import weakref
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from types import TracebackType
-from typing import Any
 
 import numpy as np
 
 from ..errors import Closed, QueueError, StaleLease, Timeout
+from ..introspection.statistics import StoreStats
 from ..samplers import Sampler
 from ..server.launch import Server
 from ..sizes import parse_bytes
 from ..values.columns import Column
 from ..values.encode import Fields, Shared
-from .blocking import _CONTROL_TIMEOUT, Samples, open_link
-from .calls import Ledger, PartitionCalls, Servers, goodbye, run_async
+from ..wire.channel import AwaitedChannel
+from ..wire.local_async import AsyncLocalChannel
+from ..wire.steps import run_async
+from .blocking import _CONTROL_TIMEOUT, Samples
+from .calls import Ledger, PartitionCalls, wanted_of
+from .servers import Contact, Servers, goodbye
 
 
 async def connect_async(
     address: "str | Server",
     token: str | None = None,
     *,
+    transport: str = "auto",
+    server_key: str | None = None,
     timeout: float = 10.0,
     reconnect_seconds: float = 5.0,
 ) -> "AsyncClient":
-    """As `connect`, for use in an event loop."""
-    link, servers = open_link(address, token, reconnect_seconds)
+    """As `connect`, for use in the event loop it is called in."""
+    contact = Contact(address, token, reconnect_seconds, transport, server_key)
+    if contact.local is not None and transport != "zmq":
+        servers = await _over_memory(contact, contact.local, timeout)
+        if servers is not None:
+            return AsyncClient(servers)
+    remote = contact.remote()
     try:
-        async with asyncio.timeout(timeout):
-            await asyncio.wrap_future(servers.controller.welcome)
-    except TimeoutError:
-        await asyncio.to_thread(link.close)
-        raise Timeout(
-            f"no welcome from {servers.address} within {timeout:g} s; is a transferqueue there?"
-        ) from None
+        try:
+            async with asyncio.timeout(timeout):
+                welcome = await asyncio.wrap_future(remote.controller.welcome)
+        except TimeoutError:
+            raise Timeout(
+                f"no welcome from {contact.address} within {timeout:g} s; is a transferqueue listening there?"
+            ) from None
+        if transport != "zmq":
+            servers = await _over_memory(contact, welcome.local, timeout)
+            if servers is not None:
+                await asyncio.to_thread(remote.link.close)
+                return AsyncClient(servers)
+        return AsyncClient(contact.over_zmq(remote, welcome))
     except BaseException:
-        await asyncio.to_thread(link.close)
+        await asyncio.to_thread(remote.link.close)
         raise
-    return AsyncClient(servers)
+
+
+async def _over_memory(contact: Contact, name: str, timeout: float) -> Servers | None:
+    """The servers over shared memory; None if they are not on this host."""
+    session, pins, arenas = contact.session()
+    try:
+        channel = AsyncLocalChannel(name, session, pins, contact.patience)
+    except OSError as error:
+        contact.refused(error)
+        return None
+    try:
+        return contact.over_memory(channel, await channel.wait_welcome(timeout), pins, arenas)
+    except BaseException:
+        channel.close()
+        raise
 
 
 class AsyncClient:
@@ -48,8 +79,9 @@ class AsyncClient:
 
     def __init__(self, servers: Servers) -> None:
         self._servers = servers
+        self._channel: AwaitedChannel = servers.channel  # type: ignore[assignment]  # made to be awaited
         self._closed = False
-        self._finish = weakref.finalize(servers, servers.link.close)  # if nobody closes it
+        self._finish = weakref.finalize(servers, servers.channel.close)  # if nobody closes it
 
     @property
     def address(self) -> str:
@@ -62,15 +94,19 @@ class AsyncClient:
         *,
         max_samples: int | None = None,
         max_bytes: int | str | None = None,
+        length_field: str | None = None,
+        max_staleness: int | None = None,
     ) -> "AsyncPartition":
         """See `Client.partition`."""
         limit = None if max_bytes is None else parse_bytes(max_bytes)
-        steps = self._servers.open(name, tasks, max_samples, limit, _CONTROL_TIMEOUT)
-        return AsyncPartition(await run_async(self._servers.link, steps))
+        steps = self._servers.open(
+            name, tasks, max_samples, limit, length_field, max_staleness, _CONTROL_TIMEOUT
+        )
+        return AsyncPartition(await run_async(self._channel, steps))
 
-    async def stats(self, timeout: float = _CONTROL_TIMEOUT) -> dict[str, Any]:
+    async def stats(self, timeout: float = _CONTROL_TIMEOUT) -> StoreStats:
         """See `Client.stats`."""
-        return await run_async(self._servers.link, self._servers.stats(timeout))
+        return await run_async(self._channel, self._servers.stats(timeout))
 
     async def close(self) -> None:
         """Returns what this client has leased, and disconnects. Idempotent."""
@@ -78,11 +114,15 @@ class AsyncClient:
             return
         self._closed = True
         try:
-            await run_async(self._servers.link, goodbye(self._servers.controller))
+            if self._channel.reachable(self._servers.controller):
+                await run_async(self._channel, goodbye(self._servers.controller))
         except QueueError:
             return  # a store that is gone needs no goodbye
         finally:
-            await asyncio.to_thread(self._servers.link.close)
+            if self._channel.local:
+                self._channel.close()
+            else:
+                await asyncio.to_thread(self._channel.close)
 
     async def __aenter__(self) -> "AsyncClient":
         return self
@@ -99,18 +139,18 @@ class AsyncBatch(Samples):
     async def ack(self, timeout: float = _CONTROL_TIMEOUT) -> None:
         """See `Batch.ack`."""
         if not self.settled:
-            await run_async(self._calls.servers.link, self._calls.ack(self._lease, timeout))
+            await run_async(self._channel, self._calls.ack(self._lease, timeout))
             self.settled = True
 
     async def nack(self, timeout: float = _CONTROL_TIMEOUT) -> None:
         """See `Batch.nack`."""
         if not self.settled:
-            await run_async(self._calls.servers.link, self._calls.nack(self._lease, timeout))
+            await run_async(self._channel, self._calls.nack(self._lease, timeout))
             self.settled = True
 
     async def extend_lease(self, seconds: float, timeout: float = _CONTROL_TIMEOUT) -> None:
         """See `Batch.extend_lease`."""
-        await run_async(self._calls.servers.link, self._calls.extend(self._lease, seconds, timeout))
+        await run_async(self._channel, self._calls.extend(self._lease, seconds, timeout))
 
 
 class AsyncPartition:
@@ -118,7 +158,7 @@ class AsyncPartition:
 
     def __init__(self, calls: PartitionCalls) -> None:
         self._calls = calls
-        self._link = calls.servers.link
+        self._link: AwaitedChannel = calls.servers.channel  # type: ignore[assignment]
 
     @property
     def name(self) -> str:
@@ -146,7 +186,7 @@ class AsyncPartition:
     ) -> np.ndarray:
         """See `Partition.put`."""
         return await run_async(
-            self._link, self._calls.put(fields, groups, version, priority, shared, group_sizes, timeout)
+            self._link, self._calls.put(fields, groups, version, priority, shared, group_sizes, None, timeout)
         )
 
     async def update(self, ids: Sequence[int] | np.ndarray, fields: Fields, *, timeout: float = 60.0) -> None:
@@ -174,21 +214,8 @@ class AsyncPartition:
         at_least: int | None = None,
     ) -> AsyncBatch:
         """See `Partition.fetch`. Cancelling the task gives the request up: nothing stays leased."""
-        loan = await run_async(
-            self._link,
-            self._calls.fetch(
-                task,
-                batch_size,
-                sampler,
-                max_priority,
-                min_version,
-                fields,
-                lease_seconds,
-                timeout,
-                partial,
-                at_least,
-            ),
-        )
+        wanted = wanted_of(task, batch_size, sampler, max_priority, min_version, at_least)
+        loan = await run_async(self._link, self._calls.fetch(wanted, fields, lease_seconds, timeout, partial))
         return AsyncBatch(self._calls, loan)
 
     async def stream(

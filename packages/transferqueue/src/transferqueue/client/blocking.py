@@ -8,13 +8,18 @@ from typing import Any
 import numpy as np
 
 from ..errors import Closed, QueueError, StaleLease
+from ..introspection.statistics import StoreStats
 from ..samplers import Sampler
 from ..server.launch import Server
 from ..sizes import parse_bytes
 from ..values.columns import Column
 from ..values.encode import Fields, Shared
-from ..wire.link import Link, Peer
-from .calls import Ledger, Loan, PartitionCalls, Servers, first_welcome, goodbye, run
+from ..wire.channel import BlockingChannel
+from ..wire.link import Link
+from ..wire.local import LocalChannel
+from ..wire.steps import run
+from .calls import Ledger, Loan, PartitionCalls, wanted_of
+from .servers import Contact, Servers, first_welcome, goodbye
 
 _CONTROL_TIMEOUT = 30.0
 
@@ -23,49 +28,72 @@ def connect(
     address: "str | Server",
     token: str | None = None,
     *,
+    transport: str = "auto",
+    server_key: str | None = None,
     timeout: float = 10.0,
     reconnect_seconds: float = 5.0,
 ) -> "Client":
     """Connects to a store and returns when its controller has answered.
 
     Args:
-        address: ``tcp://host:port`` of the controller, or a `Server` (whose token is then used).
+        address: ``tcp://host:port`` of the controller, or a `Server` (whose token and key are then used).
         token: what the store was started with.
+        transport: "auto" takes shared memory on the store's own host and ZeroMQ elsewhere; "shm" or "zmq"
+            insist.
+        server_key: the public CURVE key of a store that encrypts.
         timeout: seconds to wait for the controller.
         reconnect_seconds: how long a server may be unreachable before requests to it fail with `StorageLost`
             or `ControllerLost`; shorter interruptions only delay them.
 
     Raises:
-        Unauthorized: the token is missing or wrong.
+        Unauthorized: the token or the key is missing or wrong.
         ProtocolMismatch: the store speaks another version of the protocol.
         ControllerLost: nothing answers there.
     """
-    link, servers = open_link(address, token, reconnect_seconds)
+    contact = Contact(address, token, reconnect_seconds, transport, server_key)
+    if contact.local is not None and transport != "zmq":
+        servers = _over_memory(contact, contact.local, timeout)
+        if servers is not None:
+            return Client(servers)
+    remote = contact.remote()
     try:
-        first_welcome(servers.controller.welcome, timeout, servers.address)
+        welcome = first_welcome(remote.controller.welcome, timeout, contact.address)
+        if transport != "zmq":
+            servers = _over_memory(contact, welcome.local, timeout)
+            if servers is not None:
+                remote.link.close()
+                return Client(servers)
+        return Client(contact.over_zmq(remote, welcome))
     except BaseException:
-        link.close()
+        remote.link.close()
         raise
-    return Client(servers)
 
 
-def open_link(address: "str | Server", token: str | None, patience: float) -> tuple[Link, Servers]:
-    """A link that has started to connect to the controller."""
-    if isinstance(address, Server):
-        token = address.token if token is None else token
-        address = address.address
-    link = Link(token, patience)
-    return link, Servers(link, address)
-
-
-def _leave(link: Link, controller: Peer) -> None:
+def _over_memory(contact: Contact, name: str, timeout: float) -> Servers | None:
+    """The servers over shared memory; None if they are not on this host."""
+    session, pins, arenas = contact.session()
     try:
-        if not link.is_own_thread():  # which could not wait for the answer
-            run(link, goodbye(controller))
+        channel = LocalChannel(name, session, pins, contact.patience)
+    except OSError as error:
+        contact.refused(error)
+        return None
+    try:
+        return contact.over_memory(channel, channel.wait_welcome(timeout), pins, arenas)
+    except BaseException:
+        channel.close()
+        raise
+
+
+def _leave(channel: BlockingChannel, controller: Any) -> None:
+    try:
+        # The garbage collector may run in the link's own thread, which cannot wait for an answer.
+        waits = not (isinstance(channel, Link) and channel.is_own_thread())
+        if waits and channel.reachable(controller):
+            run(channel, goodbye(controller))
     except QueueError:
         return  # a store that is gone needs no goodbye
     finally:
-        link.close()
+        channel.close()
 
 
 class Client:
@@ -76,7 +104,8 @@ class Client:
 
     def __init__(self, servers: Servers) -> None:
         self._servers = servers
-        self._finish = weakref.finalize(servers, _leave, servers.link, servers.controller)
+        self._channel: BlockingChannel = servers.channel  # type: ignore[assignment]  # it was made to block
+        self._finish = weakref.finalize(servers, _leave, self._channel, servers.controller)
 
     @property
     def address(self) -> str:
@@ -89,6 +118,8 @@ class Client:
         *,
         max_samples: int | None = None,
         max_bytes: int | str | None = None,
+        length_field: str | None = None,
+        max_staleness: int | None = None,
     ) -> "Partition":
         """Creates a partition, or opens the one that is there.
 
@@ -97,21 +128,32 @@ class Client:
             tasks: name of each consumer group -> the fields it needs. None opens an existing partition.
             max_samples: samples it may hold; puts wait beyond it.
             max_bytes: payload bytes it may hold, a number or text such as "2GiB".
+            length_field: the field whose length is the length of a sample, for samplers that go by length.
+            max_staleness: versions that a sample may lag behind the policy when it is started; see `admit`.
 
         Raises:
             SchemaMismatch: it exists with other tasks or limits.
             UnknownName: it does not exist and no tasks are given.
         """
         limit = None if max_bytes is None else parse_bytes(max_bytes)
-        return Partition(
-            run(self._servers.link, self._servers.open(name, tasks, max_samples, limit, _CONTROL_TIMEOUT))
+        steps = self._servers.open(
+            name, tasks, max_samples, limit, length_field, max_staleness, _CONTROL_TIMEOUT
         )
+        return Partition(run(self._channel, steps))
 
-    def stats(self, timeout: float = _CONTROL_TIMEOUT) -> dict[str, Any]:
-        """Depth, bytes and leases of every partition, counts by state of every task, bytes of every storage
-        unit.
-        """
-        return run(self._servers.link, self._servers.stats(timeout))
+    @property
+    def transport(self) -> str:
+        """How payload travels: "shm" or "zmq"."""
+        return self._servers.transport.name
+
+    @property
+    def transport_notes(self) -> tuple[str, ...]:
+        """Why a faster transport is not used, if one was tried."""
+        return self._servers.notes
+
+    def stats(self, timeout: float = _CONTROL_TIMEOUT) -> StoreStats:
+        """Depth, bytes, leases, totals and lag of every partition and task; memory and storage units."""
+        return run(self._channel, self._servers.stats(timeout))
 
     def close(self) -> None:
         """Returns what this client has leased, and disconnects. Idempotent."""
@@ -140,9 +182,10 @@ class Samples:
 
     def __init__(self, calls: PartitionCalls, loan: Loan) -> None:
         self._calls = calls
-        self._lease = loan.lease
+        self._channel: Any = calls.servers.channel
+        self._lease = loan.leased.lease
         self.ids: np.ndarray = loan.ids
-        self.groups = loan.groups
+        self.groups: list[str | None] = loan.leased.groups
         self.versions: np.ndarray = loan.versions
         self.priorities: np.ndarray = loan.priorities
         self.fields: dict[str, Column] = loan.columns
@@ -175,7 +218,7 @@ class Batch(Samples):
             StaleLease: the lease has lapsed, and the samples may have gone to another consumer.
         """
         if not self.settled:
-            run(self._calls.servers.link, self._calls.ack(self._lease, timeout))
+            run(self._channel, self._calls.ack(self._lease, timeout))
             self.settled = True
 
     def nack(self, timeout: float = _CONTROL_TIMEOUT) -> None:
@@ -183,12 +226,12 @@ class Batch(Samples):
         `nack`.
         """
         if not self.settled:
-            run(self._calls.servers.link, self._calls.nack(self._lease, timeout))
+            run(self._channel, self._calls.nack(self._lease, timeout))
             self.settled = True
 
     def extend_lease(self, seconds: float, timeout: float = _CONTROL_TIMEOUT) -> None:
         """Lets the lease end `seconds` from now. Raises StaleLease if it has ended already."""
-        run(self._calls.servers.link, self._calls.extend(self._lease, seconds, timeout))
+        run(self._channel, self._calls.extend(self._lease, seconds, timeout))
 
 
 class Partition:
@@ -196,7 +239,7 @@ class Partition:
 
     def __init__(self, calls: PartitionCalls) -> None:
         self._calls = calls
-        self._link = calls.servers.link
+        self._link: BlockingChannel = calls.servers.channel  # type: ignore[assignment]
 
     @property
     def name(self) -> str:
@@ -249,7 +292,7 @@ class Partition:
             StorageLost, ControllerLost, Timeout: not acknowledged; nothing becomes visible later.
         """
         return run(
-            self._link, self._calls.put(fields, groups, version, priority, shared, group_sizes, timeout)
+            self._link, self._calls.put(fields, groups, version, priority, shared, group_sizes, None, timeout)
         )
 
     def update(self, ids: Sequence[int] | np.ndarray, fields: Fields, *, timeout: float = 60.0) -> None:
@@ -307,21 +350,8 @@ class Partition:
             Closed: the partition is closed and drained for this task.
             FieldNotReady: a field in `fields` is not written; the samples return.
         """
-        loan = run(
-            self._link,
-            self._calls.fetch(
-                task,
-                batch_size,
-                sampler,
-                max_priority,
-                min_version,
-                fields,
-                lease_seconds,
-                timeout,
-                partial,
-                at_least,
-            ),
-        )
+        wanted = wanted_of(task, batch_size, sampler, max_priority, min_version, at_least)
+        loan = run(self._link, self._calls.fetch(wanted, fields, lease_seconds, timeout, partial))
         return Batch(self._calls, loan)
 
     def stream(

@@ -4,20 +4,28 @@ way.
 
 import msgspec
 
-from ..wire.messages import UnitAddress
-
 
 class Assignment(msgspec.Struct, frozen=True):
-    """What a server process is told to be. `unit` is None for the controller."""
+    """What a server process is told to be.
+
+    Attributes:
+        parent: pid of the process whose end is its own end.
+        local: abstract Unix socket of the controller.
+        unit: number of the storage unit; None for the controller.
+        units: how many of them there are.
+        curve: public and secret CURVE key (Z85), or None.
+    """
 
     parent: int
     host: str
     port: int
     token: str | None
     max_frame_bytes: int
+    local: str
+    units: int
     unit: int | None = None
-    units: list[UnitAddress] = msgspec.field(default_factory=list)
     max_bytes: int | None = None
+    curve: tuple[str, str] | None = None
 
 
 class Listening(msgspec.Struct, frozen=True):

@@ -1,6 +1,7 @@
 """Starting a store: the controller and its storage units as child processes, and ending them."""
 
 import os
+import secrets
 import selectors
 import subprocess
 import sys
@@ -10,11 +11,12 @@ from ipaddress import ip_address
 from types import TracebackType
 
 import msgspec
+import zmq
 
 from ..errors import InvalidArgument, StartFailed
 from ..ids import MAX_UNITS
 from ..sizes import parse_bytes
-from ..wire.messages import MAX_FRAME_BYTES, UnitAddress
+from ..wire.messages import MAX_FRAME_BYTES
 from .assignment import Assignment, Listening
 
 
@@ -28,14 +30,23 @@ class Server:
     Attributes:
         address: of the controller, ``tcp://host:port``.
         token: what clients have to present, or None.
+        server_key: the public CURVE key that clients of other hosts need, or None.
+        local: abstract Unix socket on which clients of this host are served.
         processes: the controller, then the storage units.
     """
 
     def __init__(
-        self, address: str, token: str | None, processes: Sequence["subprocess.Popen[bytes]"]
+        self,
+        address: str,
+        token: str | None,
+        server_key: str | None,
+        local: str,
+        processes: Sequence["subprocess.Popen[bytes]"],
     ) -> None:
         self.address = address
         self.token = token
+        self.server_key = server_key
+        self.local = local
         self.processes = tuple(processes)
         _running.add(self)
 
@@ -68,6 +79,7 @@ def serve(
     host: str = "127.0.0.1",
     port: int = 0,
     token: str | None = None,
+    curve: bool = False,
     max_frame_bytes: int | str = MAX_FRAME_BYTES,
     timeout: float = 30.0,
 ) -> Server:
@@ -82,6 +94,8 @@ def serve(
         host: where to listen; other than loopback needs a `token`.
         port: of the controller; 0 takes a free one. Storage units always take free ones.
         token: a secret that every connection must present.
+        curve: encrypt and authenticate what goes over TCP; clients of other hosts then need the public key
+            ``server.server_key``.
         max_frame_bytes: the largest message accepted.
         timeout: seconds for all of them to start.
 
@@ -98,34 +112,39 @@ def serve(
     host = "127.0.0.1" if host == "localhost" else host
     frame_bytes, limit = parse_bytes(max_frame_bytes), None if max_bytes is None else parse_bytes(max_bytes)
     deadline = time.monotonic() + timeout
+    keys = None
+    if curve:
+        public, secret = zmq.curve_keypair()
+        keys = (public.decode(), secret.decode())
+    local = f"transferqueue-{secrets.token_hex(16)}"
+    common = {
+        "parent": os.getpid(), "host": host, "token": token, "max_frame_bytes": frame_bytes,
+        "local": local, "units": storage_units, "curve": keys,
+    }  # fmt: skip
+    assignments = [Assignment(port=port, max_bytes=limit, **common)]
+    assignments += [Assignment(port=0, unit=number, **common) for number in range(storage_units)]
+    names = ["the controller", *(f"storage unit {number}" for number in range(storage_units))]
     processes: list[subprocess.Popen[bytes]] = []
+    bound = 0
     try:
-        for _ in range(storage_units + 1):
-            command = [sys.executable, "-m", "transferqueue.server.process"]
+        for assignment in assignments:
             processes.append(
                 subprocess.Popen(
-                    command,
+                    [sys.executable, "-m", "transferqueue.server.process"],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     start_new_session=True,  # signals to the group of the caller are not for them
                 )
             )
-        controller, *units = processes
-        for number, process in enumerate(units):
-            _assign(process, Assignment(os.getpid(), host, 0, token, frame_bytes, number))
-        addresses = [
-            UnitAddress(number, host, _listening(f"storage unit {number}", process, deadline))
-            for number, process in enumerate(units)
-        ]
-        _assign(
-            controller,
-            Assignment(os.getpid(), host, port, token, frame_bytes, units=addresses, max_bytes=limit),
-        )
-        bound = _listening("the controller", controller, deadline)
+            _assign(processes[-1], assignment)
+        # Units first: the controller is ready when all of them have announced themselves.
+        for name, process in reversed(list(zip(names, processes, strict=True))):
+            bound = _listening(name, process, deadline)
     except BaseException:
         _end(processes, timeout=0.5)
         raise
-    return Server(f"tcp://{f'[{host}]' if ':' in host else host}:{bound}", token, processes)
+    address = f"tcp://{f'[{host}]' if ':' in host else host}:{bound}"
+    return Server(address, token, keys[0] if keys else None, local, processes)
 
 
 def _assign(process: "subprocess.Popen[bytes]", assignment: Assignment) -> None:
@@ -159,21 +178,23 @@ def _listening(name: str, process: "subprocess.Popen[bytes]", deadline: float) -
 
 
 def _end(processes: Sequence["subprocess.Popen[bytes]"], timeout: float) -> None:
-    for process in processes:
-        if process.stdin is not None and not process.stdin.closed:
-            try:
-                process.stdin.close()  # its signal to end
-            except BrokenPipeError:
-                continue  # unwritten bytes for a process that is gone
+    """Ends the controller, then the units, so that it does not miss them."""
     deadline = time.monotonic() + timeout
-    for process in processes:
-        try:
-            process.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait(10)
-        if process.stdout is not None:
-            process.stdout.close()
+    for some in (processes[:1], processes[1:]):
+        for process in some:
+            if process.stdin is not None and not process.stdin.closed:
+                try:
+                    process.stdin.close()  # its signal to end
+                except BrokenPipeError:
+                    continue  # unwritten bytes for a process that is gone
+        for process in some:
+            try:
+                process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait(10)
+            if process.stdout is not None:
+                process.stdout.close()
 
 
 def is_loopback(host: str) -> bool:

@@ -2,11 +2,11 @@
 
 The parent writes one line of JSON to stdin (what to be, where to listen, the token: nothing secret is in the
 arguments) and reads one line from stdout (the port, or why not). The process ends when stdin closes or the
-parent is gone, however
-the parent ended: a pipe to it and a pidfd of it are in the poll set, so neither a killed parent nor one whose
-other children inherited the pipe leaves it behind.
+parent is gone, however the parent ended: a pipe to it and a pidfd of it are in the poll set, so neither a
+killed parent nor one whose other children inherited the pipe leaves it behind.
 """
 
+import gc
 import logging
 import os
 import signal
@@ -16,7 +16,11 @@ import msgspec
 import zmq
 
 from ..controller.service import ControllerService
-from ..storage.service import StorageService
+from ..storage.overseer import Overseer
+from ..storage.unit import StorageUnit
+from ..transport.arenas import SharedMemory
+from ..wire.listeners import LocalListener, ZmqListener
+from ..wire.messages import UnitAddress
 from ..wire.node import Node
 from .assignment import Assignment, Listening
 
@@ -35,24 +39,53 @@ def main() -> int:
     except ProcessLookupError:
         return 0
     try:
-        node = Node(
+        remote = ZmqListener(
             assignment.host,
             assignment.port,
-            token=assignment.token,
             max_frame_bytes=assignment.max_frame_bytes,
+            keys=None if assignment.curve is None else _keys(assignment.curve),
         )
     except zmq.ZMQError as error:
         _say(Listening(error=f"cannot listen on {assignment.host}:{assignment.port}: {error}"))
         return 1
-    if assignment.unit is not None:
-        _say(Listening(node.port))
-        node.run(StorageService(assignment.unit), [0, parent])
+    if assignment.unit is None:
+        _control(assignment, remote, [0, parent])
     else:
-        service = ControllerService(assignment.units, assignment.token, assignment.max_bytes)
-        _say(Listening(node.port))
-        node.run(service, [0, parent], assignment.units)
-        service.close()
+        _store(assignment, assignment.unit, remote, [0, parent])
     return 0
+
+
+def _control(assignment: Assignment, remote: ZmqListener, lifelines: list[int]) -> None:
+    node = Node(
+        remote,
+        LocalListener(assignment.local),
+        token=assignment.token,
+        max_frame_bytes=assignment.max_frame_bytes,
+    )
+    service = ControllerService(
+        node,
+        SharedMemory(),
+        assignment.units,
+        assignment.max_bytes,
+        ready=lambda: _say(Listening(remote.port)),
+    )
+    # A collection of all the metadata takes long and finds nothing: it has no cycles.
+    gc.set_threshold(100_000, 50, 1_000)
+    node.run(service, lifelines)
+    service.close()
+
+
+def _store(assignment: Assignment, number: int, remote: ZmqListener, lifelines: list[int]) -> None:
+    node = Node(remote, None, token=assignment.token, max_frame_bytes=assignment.max_frame_bytes)
+    overseer = Overseer(assignment.local, assignment.token, node.poll)
+    unit = StorageUnit(UnitAddress(number, assignment.host, remote.port), overseer)
+    _say(Listening(remote.port))
+    node.run(unit, lifelines)
+    unit.close()
+
+
+def _keys(curve: tuple[str, str]) -> tuple[bytes, bytes]:
+    return curve[0].encode(), curve[1].encode()
 
 
 def _say(listening: Listening) -> None:

@@ -1,10 +1,11 @@
-"""The client's side of the wire: one thread that owns every socket of a client.
+"""The client's end of ZeroMQ: one thread that owns every socket of a client.
 
 `Link.submit` may be called from any thread and returns a future. Requests survive a reconnect: they are
 repeated under their id, and the server does them once. A peer that stays unreachable fails them with its own
 error.
 """
 
+import asyncio
 import os
 import secrets
 import threading
@@ -21,7 +22,9 @@ import msgspec
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from ..errors import InvalidArgument, Malformed, QueueError, Timeout, named
+from ..errors import Malformed, QueueError, Timeout, Unauthorized, named
+from ..transport.pins import Pins
+from .channel import SLACK, Answer, deadline_of, encoded, handles_of
 from .messages import (
     COPY_BELOW,
     MAX_FRAME_BYTES,
@@ -29,10 +32,11 @@ from .messages import (
     Cancel,
     Failure,
     Fetch,
+    FetchChosen,
     Hello,
     Leased,
     Nack,
-    ReplyBody,
+    Release,
     Request,
     RequestBody,
     Welcome,
@@ -40,18 +44,9 @@ from .messages import (
     encoder,
 )
 
-_LONGEST = 1e8  # seconds; what is longer is meant as no limit
-_SLACK = 1.0  # seconds a server that is alive has to tell us that our deadline passed
 _GREETED = zmq.EVENT_HANDSHAKE_SUCCEEDED
 _LEFT = zmq.EVENT_DISCONNECTED
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """What came back: the body, and the payload as a buffer."""
-
-    body: ReplyBody
-    payload: Any
+_REFUSED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 
 
 @dataclass(eq=False, slots=True)
@@ -99,11 +94,20 @@ class Link:
     Args:
         token: presented in every hello.
         patience: seconds a peer may be unreachable before its requests fail.
+        pins: of this client, told to the controller.
+        server_key: the public CURVE key of the servers (Z85); None: plain TCP.
     """
 
-    def __init__(self, token: str | None, patience: float) -> None:
+    local = False
+
+    def __init__(
+        self, token: str | None, patience: float, pins: Pins, server_key: bytes | None = None
+    ) -> None:
         self._token = token or ""
         self._patience = patience
+        self._pins = pins
+        self._server_key = server_key
+        self._keys = zmq.curve_keypair() if server_key is not None else None
         self._client = secrets.randbits(62)
         self._pid = os.getpid()
         self._inbox: deque[tuple[str, Any]] = deque()
@@ -113,6 +117,7 @@ class Link:
         self._numbers = count()
         self._lock = threading.Lock()
         self._closed = False
+        pins.notify = self._tell_released
         self._thread = threading.Thread(target=self._run, name="transferqueue-link", daemon=True)
         self._thread.start()
 
@@ -135,6 +140,18 @@ class Link:
         self._tell("send", pending)
         return pending
 
+    def reachable(self, peer: Peer) -> bool:
+        """Whether the peer is connected now."""
+        return peer.failed is None and peer.down_since is None
+
+    def result(self, pending: Pending) -> Answer:
+        """Blocks for the answer; raises the QueueError that came instead."""
+        return pending.future.result(max(0.0, pending.deadline - time.monotonic()) + 30.0)  # ends long before
+
+    async def answer(self, pending: Pending) -> Answer:
+        """Awaits the answer; raises the QueueError that came instead."""
+        return await asyncio.wrap_future(pending.future)
+
     def give_up(self, pending: Pending) -> None:
         """The answer is not wanted any more; what the request may have leased returns."""
         self._tell("cancel", pending)
@@ -153,6 +170,13 @@ class Link:
     def is_own_thread(self) -> bool:
         """Whether the caller is the link's thread, as where the garbage collector runs there."""
         return threading.current_thread() is self._thread
+
+    def _tell_released(self) -> None:
+        """Called by finalizers, in any thread: the next message to the controller tells it."""
+        try:
+            os.eventfd_write(self._wake, 1)
+        except OSError:
+            return  # the link has ended
 
     def _tell(self, what: str, subject: Any) -> None:
         if self._pid != os.getpid():
@@ -180,11 +204,13 @@ class Link:
                 elif (handler := self._handlers.get(source)) is not None:
                     while handler():
                         pass
+            self._release()
             self._expire(time.monotonic())
         for peer in self._peers:
             self._fail(peer, QueueError("this client was closed while the request was under way"), final=True)
             peer.socket.disable_monitor()
         self._context.destroy(linger=0)
+        self._pins.notify = None
         os.close(self._wake)
 
     def _wait(self) -> int | None:
@@ -220,7 +246,10 @@ class Link:
             zmq.HEARTBEAT_IVL, 5_000
         )  # answered by libzmq's own thread, also while the server computes
         socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 15_000)
-        peer.monitor = socket.get_monitor_socket(_GREETED | _LEFT)
+        if self._keys is not None:
+            socket.curve_serverkey = self._server_key
+            socket.curve_publickey, socket.curve_secretkey = self._keys
+        peer.monitor = socket.get_monitor_socket(_GREETED | _LEFT | _REFUSED)
         self._peers.append(peer)
         self._handlers[socket] = lambda: self._receive(peer)
         self._handlers[peer.monitor] = lambda: self._observe(peer)
@@ -240,21 +269,39 @@ class Link:
             self._greet(peer)
         elif event == _LEFT and peer.down_since is None:
             peer.down_since = time.monotonic()
+        elif event & _REFUSED:
+            self._fail(
+                peer,
+                Unauthorized(
+                    f"{peer.name} at {peer.address} refused the connection: its CURVE key is another, or it "
+                    "has none; pass the server_key that the store prints"
+                ),
+                final=True,
+            )
         return True
 
     def _greet(self, peer: Peer) -> None:
         peer.greeting += 1
-        hello = Hello(PROTOCOL, self._token, self._client)
-        peer.socket.send(encoder.encode(Request(0, 0, 0.0, hello)))
+        pins = self._pins.held() if peer is self._peers[0] else []
+        hello = Hello(PROTOCOL, self._token, self._client, pins, list(peer.outstanding))
+        below = next(iter(peer.outstanding), 0)
+        peer.socket.send(encoder.encode(Request(0, below, 0.0, hello)))
+
+    def _release(self) -> None:
+        """Tells the controller, the first peer, which blocks this client has let go of."""
+        if self._peers and self._peers[0].greeted and (blocks := self._pins.taken()):
+            peer = self._peers[0]
+            below = next(iter(peer.outstanding), 0)
+            peer.socket.send(encoder.encode(Request(0, below, 0.0, Release(blocks))))
 
     def _start(self, pending: Pending) -> None:
         peer = pending.peer
         if peer.failed is not None:
-            _end(pending, peer.failed)
+            _end(pending, peer.failed.again())
             return
         pending.id = next(peer.ids)
         peer.outstanding[pending.id] = pending
-        heappush(self._deadlines, (pending.deadline + _SLACK, next(self._numbers), pending))
+        heappush(self._deadlines, (pending.deadline + SLACK, next(self._numbers), pending))
         if peer.greeting:
             self._send(pending)  # otherwise it follows the first welcome
 
@@ -275,9 +322,10 @@ class Link:
         peer, body = pending.peer, pending.body
         if pending.id in peer.outstanding:
             self._start(_pending(peer, Cancel(pending.id), None, 30))
-        elif isinstance(body, Fetch) and pending.future.exception(0) is None:
+        elif pending.future.exception(0) is None:
             leased = pending.future.result(0).body
-            if isinstance(leased, Leased):
+            self._pins.let_go(*(handle.block for handle in handles_of(leased)))
+            if isinstance(leased, Leased) and isinstance(body, Fetch | FetchChosen):
                 self._start(_pending(peer, Nack(body.partition, leased.lease), None, 30))
 
     def _receive(self, peer: Peer) -> bool:
@@ -300,8 +348,13 @@ class Link:
                 self._greet(peer)
         elif isinstance(body, Failure) and reply.id == 0:
             self._fail(peer, named(body.kind, body.message, body.details), final=True)
-        elif (pending := peer.outstanding.pop(reply.id, None)) is not None:
-            if isinstance(body, Failure):
+        else:
+            blocks = [handle.block for handle in handles_of(body)]
+            self._pins.received(blocks)
+            pending = peer.outstanding.pop(reply.id, None)
+            if pending is None:
+                self._pins.let_go(*blocks)
+            elif isinstance(body, Failure):
                 _end(pending, named(body.kind, body.message, body.details))
             else:
                 _end(pending, Answer(body, frames[1].buffer if len(frames) > 1 else b""))
@@ -343,16 +396,12 @@ class Link:
         if not peer.welcome.done():
             peer.welcome.set_exception(error)
         for pending in peer.outstanding.values():
-            _end(pending, error)
+            _end(pending, error.again())
         peer.outstanding.clear()
 
 
 def _pending(peer: Peer, body: RequestBody, payload: Any, timeout: float) -> Pending:
-    try:
-        encoded = msgspec.Raw(encoder.encode(body))
-    except (UnicodeEncodeError, OverflowError, TypeError) as error:
-        raise InvalidArgument(f"the arguments cannot be sent: {error}") from error
-    return Pending(peer, body, encoded, payload, time.monotonic() + min(timeout, _LONGEST))
+    return Pending(peer, body, encoded(body), payload, deadline_of(timeout))
 
 
 def _end(pending: Pending, outcome: Answer | QueueError) -> None:

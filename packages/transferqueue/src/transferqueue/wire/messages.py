@@ -1,21 +1,22 @@
 """What travels between client, controller and storage units.
 
-A message is two frames: a msgpack header (`Request` or `Reply`) and, where there is one, a jagged frame of
-payload. Only the types below are ever decoded; anything else is refused as malformed. `Request`, `Hello` and
-`Reply` keep their first fields in every version of the protocol, so that a peer of another version gets a
-refusal it can read.
+A message is a msgpack header (`Request` or `Reply`) and, where there is one, a payload. Only the types below
+are ever decoded; anything else is refused as malformed. `Request`, `Hello` and `Reply` keep their first
+fields in every version of the protocol, so that a peer of another version gets a refusal it can read.
 """
 
 from typing import Any
 
 import msgspec
 
-from ..samplers import Sampler
-from ..values.columns import FieldSpec
+from ..introspection.statistics import StoreStats
+from ..scheduling.wanted import Wanted
 from ..values.frame import FrameHeader
+from ..values.spec import FieldSpec
 
-PROTOCOL = 1
+PROTOCOL = 2
 MAX_FRAME_BYTES = 1 << 30
+MAX_HEADER_BYTES = 1 << 28  # of a header on a local connection
 COPY_BELOW = 65_536  # bytes; below this a copy is cheaper than lending the buffer to the socket
 
 
@@ -23,31 +24,85 @@ class _Body(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """A body is a tagged array: its type's name, then its fields."""
 
 
+class Range(msgspec.Struct, frozen=True, array_like=True):
+    """Bytes `start` to `stop` of an arena, given out under `grant`."""
+
+    grant: int
+    arena: int
+    start: int
+    stop: int
+
+
+class Handle(msgspec.Struct, frozen=True, array_like=True):
+    """Where a block lies. `block` names it when it is released; `grant` is what its prologue must say."""
+
+    block: int
+    grant: int
+    arena: int
+    start: int
+    stop: int
+
+
+class Places(msgspec.Struct, frozen=True, array_like=True):
+    """Where the values of `rows` samples lie.
+
+    Attributes:
+        rows: samples.
+        blocks: every block concerned, once.
+        runs: ``(position, count, block, row)``: `count` samples from `position` on lie in ``blocks[block]``
+            from row `row` on. Oldest writes first: a later run wins for the fields its block has.
+    """
+
+    rows: int
+    blocks: list[Handle]
+    runs: list[tuple[int, int, int, int]]
+
+
+# -- connections ---------------------------------------------------------------------------------------------
+
+
 class Hello(_Body, frozen=True):
-    """The first message on every connection. `client` names the client across reconnects."""
+    """The first message on every connection.
+
+    Attributes:
+        client: names the client across reconnects.
+        pins: blocks that the client still looks at, once for every reply that named them.
+        outstanding: requests that it has no answer to.
+    """
 
     protocol: int
     token: str
     client: int
+    pins: list[int] = []
+    outstanding: list[int] = []
 
 
 class UnitAddress(msgspec.Struct, frozen=True, array_like=True):
+    """Where a storage unit listens for clients of other hosts."""
+
     number: int
     host: str
     port: int
 
 
 class Welcome(_Body, frozen=True):
-    """`incarnation` differs between two lives of a server, so that a client notices a replaced one."""
+    """Answers `Hello`.
+
+    Attributes:
+        incarnation: differs between two lives of a server, so that a client notices one that knows nothing
+            of it.
+        local: the abstract Unix socket on which a client of the same host is served, or "".
+    """
 
     protocol: int
     incarnation: int
     units: list[UnitAddress]
     max_frame_bytes: int
+    local: str = ""
 
 
 class Goodbye(_Body, frozen=True):
-    """The client leaves: its leases return now."""
+    """The client leaves: what it has leased, pinned or been granted returns now."""
 
 
 class Cancel(_Body, frozen=True):
@@ -56,62 +111,110 @@ class Cancel(_Body, frozen=True):
     request: int
 
 
+class Release(_Body, frozen=True):
+    """The client has let go of the last view of these blocks. Not answered."""
+
+    blocks: list[int]
+
+
+# -- to the controller ---------------------------------------------------------------------------------------
+
+
 class OpenPartition(_Body, frozen=True):
     name: str
     tasks: dict[str, list[str]] | None
     max_samples: int | None
     max_bytes: int | None
+    length_field: str | None
+    max_staleness: int | None
 
 
 class Opened(_Body, frozen=True):
     partition: int
     tasks: dict[str, list[str]]
+    length_field: str | None
+
+
+class TakeSlab(_Body, frozen=True):
+    """Asks for memory to put small blocks into. `remote`: it will be written through a storage unit."""
+
+    remote: bool
 
 
 class Reserve(_Body, frozen=True):
-    """Asks for ids and room before anything is stored; waits while the limits leave none."""
+    """Asks for memory for one large put before it is laid out; waits while the limits leave no room.
+
+    Attributes:
+        span: bytes of memory.
+        nbytes: bytes that count against the limits.
+    """
 
     partition: int
+    rows: int
+    span: int
+    nbytes: int
+    specs: dict[str, FieldSpec]
+    groups: list[str | None] | None
+    group_sizes: dict[str, int]
+    remote: bool
+
+
+class ReserveUpdate(_Body, frozen=True):
+    """Asks for memory for one large update. Limits do not hold it up: it is what lets samples go."""
+
+    span: int
+    remote: bool
+
+
+class Granted(_Body, frozen=True):
+    """Memory to write to, through storage unit `unit` if not in place."""
+
+    range: Range
+    unit: int
+
+
+class Return(_Body, frozen=True):
+    """What is left of a grant is not needed."""
+
+    grant: int
+
+
+class Commit(_Body, frozen=True):
+    """The block of new samples is laid out (`remote`: on its way to the unit): they may be seen."""
+
+    partition: int
+    range: Range
+    remote: bool
     rows: int
     nbytes: int
     specs: dict[str, FieldSpec]
     groups: list[str | None] | None
     group_sizes: dict[str, int]
-
-
-class Reserved(_Body, frozen=True):
-    """`rows` consecutive ids from `first` on, all on `unit`."""
-
-    reservation: int
-    first: int
-    unit: int
-
-
-class Commit(_Body, frozen=True):
-    """The payload of a reservation is stored: its samples may be seen now."""
-
-    reservation: int
-    specs: dict[str, FieldSpec]
-    groups: list[str | None] | None
-    group_sizes: dict[str, int]
     versions: list[int] | int
     priorities: list[int] | int
+    lengths: list[int] | int
+    ticket: int | None
 
 
-class Abort(_Body, frozen=True):
-    reservation: int
+class Committed(_Body, frozen=True):
+    """The samples have the ids from `first` on."""
+
+    first: int
+
+
+class CommitUpdate(_Body, frozen=True):
+    partition: int
+    range: Range
+    remote: bool
+    ids: list[int]
+    nbytes: int
+    specs: dict[str, FieldSpec]
+    lengths: list[int] | None
 
 
 class CheckFields(_Body, frozen=True):
     partition: int
     specs: dict[str, FieldSpec]
-
-
-class CommitUpdate(_Body, frozen=True):
-    partition: int
-    ids: list[int]
-    specs: dict[str, FieldSpec]
-    nbytes: int
 
 
 class CloseGroup(_Body, frozen=True):
@@ -122,13 +225,11 @@ class CloseGroup(_Body, frozen=True):
 
 
 class Fetch(_Body, frozen=True):
+    """`fields` None: those the task needs."""
+
     partition: int
-    task: str
-    count: int
-    sampler: Sampler
-    max_priority: int | None
-    min_version: int | None
-    at_least: int | None
+    wanted: Wanted
+    fields: list[str] | None
     partial: bool
     lease_seconds: float
 
@@ -139,6 +240,50 @@ class Leased(_Body, frozen=True):
     groups: list[str | None]
     versions: list[int]
     priorities: list[int]
+    places: Places
+    round: int
+    micro_batches: list[int]
+    last: bool
+    dummy: bool
+
+
+class Locate(_Body, frozen=True):
+    """`fields` None: whatever is written."""
+
+    partition: int
+    ids: list[int]
+    fields: list[str] | None
+
+
+class Located(_Body, frozen=True):
+    places: Places
+
+
+class ListCandidates(_Body, frozen=True):
+    partition: int
+    task: str
+    limit: int
+
+
+class Candidates(_Body, frozen=True):
+    """Ready samples in the order they would be served."""
+
+    ids: list[int]
+    groups: list[str | None]
+    versions: list[int]
+    priorities: list[int]
+    lengths: list[int]
+    ages: list[float]
+
+
+class FetchChosen(_Body, frozen=True):
+    """Leases exactly these samples, or none of them."""
+
+    partition: int
+    task: str
+    ids: list[int]
+    fields: list[str] | None
+    lease_seconds: float
 
 
 class Ack(_Body, frozen=True):
@@ -161,6 +306,26 @@ class Drop(_Body, frozen=True):
     partition: int
     ids: list[int]
     reason: str
+
+
+class Advance(_Body, frozen=True):
+    """The policy is at `version` now."""
+
+    partition: int
+    version: int
+
+
+class Admit(_Body, frozen=True):
+    """Asks to start `samples` samples of policy `version`; waits while that is too much or too old."""
+
+    partition: int
+    version: int
+    samples: int
+    seconds: float
+
+
+class Admitted(_Body, frozen=True):
+    ticket: int
 
 
 class ClosePartition(_Body, frozen=True):
@@ -192,21 +357,22 @@ class ReadStats(_Body, frozen=True):
 
 
 class Stats(_Body, frozen=True):
-    values: dict[str, Any]
+    values: StoreStats
 
 
-class Store(_Body, frozen=True):
-    """Payload of samples: new ones, or more fields of those that are there."""
+# -- to a storage unit ---------------------------------------------------------------------------------------
 
-    ids: list[int]
-    frame: FrameHeader
-    new: bool
+
+class Write(_Body, frozen=True):
+    """Puts the payload, a block laid out elsewhere, into its range."""
+
+    range: Range
 
 
 class Read(_Body, frozen=True):
-    """`fields` None: all that were written for every one of the samples."""
+    """`fields` None: all that every one of the samples has."""
 
-    ids: list[int]
+    places: Places
     fields: list[str] | None
 
 
@@ -214,8 +380,70 @@ class Values(_Body, frozen=True):
     frame: FrameHeader
 
 
-class Free(_Body, frozen=True):
-    ids: list[int]
+# -- between controller and storage unit ---------------------------------------------------------------------
+
+
+class Announce(_Body, frozen=True):
+    """A storage unit is ready."""
+
+    number: int
+    address: UnitAddress
+
+
+class Written(_Body, frozen=True):
+    """A client of another host has filled a range."""
+
+    range: Range
+
+
+class Report(_Body, frozen=True):
+    """An order is done, or failed with an error in words."""
+
+    order: int
+    error: str
+    values: dict[str, Any]
+
+
+class Attach(_Body, frozen=True):
+    """An arena to serve; its descriptor travels beside."""
+
+    arena: int
+    nbytes: int
+
+
+class Expect(_Body, frozen=True):
+    """Accept writes inside this range."""
+
+    range: Range
+
+
+class Forget(_Body, frozen=True):
+    """Accept no more writes under this grant; the range will belong to another."""
+
+    grant: int
+
+
+class Compact(_Body, frozen=True):
+    """Copy some rows of a block into a new block."""
+
+    source: Range
+    rows: list[int]
+    target: Range
+
+
+class Punch(_Body, frozen=True):
+    """Give the pages of a range back to the system."""
+
+    arena: int
+    start: int
+    stop: int
+
+
+class Order(_Body, frozen=True):
+    """What the controller wants of a unit."""
+
+    number: int
+    what: Attach | Expect | Forget | Compact | Punch
 
 
 class Done(_Body, frozen=True):
@@ -231,13 +459,15 @@ class Failure(_Body, frozen=True):
 
 
 ControllerRequest = (
-    Goodbye | Cancel | OpenPartition | Reserve | Commit | Abort | CheckFields | CommitUpdate | CloseGroup |
-    Fetch | Ack | Nack | Extend | Drop | ClosePartition | IsClosed | ReadLedger | ReadStats
+    OpenPartition | TakeSlab | Reserve | ReserveUpdate | Return | Commit | CommitUpdate | CheckFields |
+    CloseGroup | Fetch | Locate | ListCandidates | FetchChosen | Ack | Nack | Extend | Drop | Advance |
+    Admit | ClosePartition | IsClosed | ReadLedger | ReadStats | Announce | Written | Report
 )  # fmt: skip
-StorageRequest = Goodbye | Cancel | Store | Read | Free | ReadStats
-RequestBody = Hello | ControllerRequest | StorageRequest
+StorageRequest = Write | Read | ReadStats
+RequestBody = Hello | Goodbye | Cancel | Release | ControllerRequest | StorageRequest
 ReplyBody = (
-    Welcome | Opened | Reserved | Leased | Flag | LedgerPage | Stats | Values | Done | Failure
+    Welcome | Opened | Granted | Committed | Leased | Located | Candidates | Admitted | Flag | LedgerPage |
+    Stats | Values | Done | Failure | Order
 )  # fmt: skip
 
 
@@ -245,7 +475,8 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
     """One request of a client.
 
     Attributes:
-        id: unique within the client; a repeated id is the same request and has one effect.
+        id: unique within the client; a repeated id is the same request and has one effect. 0: not answered,
+            or answered by id 0.
         done_below: the client has the answers of all requests with smaller ids.
         timeout: seconds until the client stops waiting.
     """
@@ -256,11 +487,23 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
     body: RequestBody
 
 
+class ArenaHere(msgspec.Struct, frozen=True, array_like=True):
+    """A descriptor beside this message is that of an arena."""
+
+    arena: int
+    nbytes: int
+
+
 class Reply(msgspec.Struct, frozen=True, array_like=True):
-    """The answer to the request of the same id. Id 0 answers `Hello` and what could not be read."""
+    """The answer to the request of the same id. Id 0 answers `Hello` and what could not be read.
+
+    Attributes:
+        arenas: one for each descriptor that travels beside, in order.
+    """
 
     id: int
     body: ReplyBody
+    arenas: list[ArenaHere] = []
 
 
 encoder = msgspec.msgpack.Encoder()

@@ -1,5 +1,4 @@
-"""The socket of a server process: one ROUTER, one thread, one service that is told about one request at a
-time.
+"""A server process: its listeners, one thread, one service that is told about one request at a time.
 
 Here lives what controller and storage units have in common: tokens, protocol versions, the refusal of bytes
 that are no message, and the memory of answers that makes a repeated request have one effect.
@@ -14,21 +13,23 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import msgspec
-import zmq
 
 from ..errors import Malformed, ProtocolMismatch, QueueError, Timeout, TooLarge, Unauthorized
+from .listeners import Connection, LocalListener, Poll, ZmqListener
 from .messages import (
-    COPY_BELOW,
     PROTOCOL,
+    ArenaHere,
     Cancel,
     Done,
     Failure,
     Goodbye,
     Hello,
     IsClosed,
+    ListCandidates,
     Read,
     ReadLedger,
     ReadStats,
+    Release,
     Reply,
     ReplyBody,
     Request,
@@ -41,9 +42,11 @@ from .messages import (
 
 log = logging.getLogger("transferqueue")
 
-_REPEATABLE = (Read, ReadStats, ReadLedger, IsClosed)  # answered afresh, as they change nothing
-_MAX_CLIENTS = 10_000
-_MAX_MESSAGES_A_TURN = 64
+_REPEATABLE = (Read, ReadStats, ReadLedger, IsClosed, ListCandidates)  # answered afresh: they change nothing
+_MAX_SESSIONS = 10_000
+
+Arena = tuple[ArenaHere, int]
+"""An arena to tell a local client of, and its descriptor."""
 
 
 class Service(Protocol):
@@ -53,31 +56,65 @@ class Service(Protocol):
         """Answers the call now, or keeps it and answers later. A QueueError it raises is the answer."""
         ...
 
+    def release(self, session: "Session", blocks: Sequence[int]) -> None:
+        """A client has let go of blocks."""
+        ...
+
+    def resume(self, session: "Session", pins: Sequence[int]) -> None:
+        """A client is connected (again) and says what it still looks at."""
+        ...
+
+    def forget(self, session: "Session") -> None:
+        """A client said goodbye, or its process is gone."""
+        ...
+
     def settle(self, now: float) -> float | None:
-        """Does what has become due; returns when it next wants to be called, in monotonic seconds."""
+        """Does what has become due; returns when it next wants to be called, in monotonic seconds. What was
+        answered since the last call is sent after it.
+        """
         ...
 
-    def forget(self, client: int) -> None:
-        """A client said goodbye."""
-        ...
+
+class Answered:
+    """An answer that a client may still ask for again.
+
+    Attributes:
+        undo: takes back what it gave, or None.
+        pins: blocks that it names.
+        arenas: where those lie.
+    """
+
+    __slots__ = ("arenas", "body", "encoded", "id", "pins", "undo")
+
+    def __init__(self, call: "Call", body: ReplyBody) -> None:
+        self.id = call.id
+        self.body = body
+        self.undo = call.undo
+        self.pins = call.pins
+        self.arenas = call.arenas
+        self.encoded = encoder.encode(Reply(call.id, body))
 
 
-class Client:
+class Session:
     """What a server remembers of one client, whatever connection it comes by.
 
     Attributes:
         low: requests below this are finished on the client's side; repeats of them are late duplicates.
-        answers: encoded answers, and how to undo them, of requests the client may still repeat.
+        answers: of requests that the client may still repeat.
         waiting: calls not answered yet.
+        connection: the latest; None if it has ended.
+        arenas: numbers of the arenas whose descriptors the client has.
     """
 
-    __slots__ = ("answers", "low", "number", "waiting")
+    __slots__ = ("answers", "arenas", "connection", "low", "number", "waiting")
 
     def __init__(self, number: int) -> None:
         self.number = number
         self.low = 0
-        self.answers: dict[int, tuple[bytes, Callable[[], None] | None]] = {}
+        self.answers: dict[int, Answered] = {}
         self.waiting: dict[int, Call] = {}
+        self.connection: Connection | None = None
+        self.arenas: set[int] = set()
 
     def prune(self, low: int) -> None:
         self.low = max(self.low, low)
@@ -91,25 +128,46 @@ class Call:
     Attributes:
         deadline: when the client stops waiting, in monotonic seconds.
         undo: set by a service whose answer can be taken back if the client gives up before it arrives.
+        pins: blocks that the answer names; set by the service.
+        arenas: arenas that a local client needs for the answer; set by the service.
     """
 
-    __slots__ = ("_node", "answered", "body", "client", "deadline", "id", "identity", "payload", "undo")
+    __slots__ = (
+        "_node",
+        "answered",
+        "arenas",
+        "body",
+        "deadline",
+        "id",
+        "payload",
+        "pins",
+        "session",
+        "undo",
+    )
 
-    def __init__(self, node: "Node", client: Client, identity: bytes, request: Request, payload: Any) -> None:
+    def __init__(self, node: "Node", session: Session, request: Request, payload: Any) -> None:
         self._node = node
-        self.client = client
-        self.identity = identity
+        self.session = session
         self.id = request.id
         self.body: RequestBody = request.body
         self.payload = payload
         self.deadline = time.monotonic() + request.timeout
         self.answered = False
         self.undo: Callable[[], None] | None = None
+        self.pins: Sequence[int] = ()
+        self.arenas: Sequence[Arena] = ()
+
+    @property
+    def local(self) -> bool:
+        """Whether the client is on this host and sees arenas itself."""
+        connection = self.session.connection
+        return connection is not None and connection.local
 
     def reply(self, body: ReplyBody, payload: Any = None) -> None:
         self._node.answer(self, body, payload)
 
     def fail(self, error: QueueError) -> None:
+        self.undo, self.pins, self.arenas = None, (), ()
         self.reply(Failure(type(error).__name__, str(error), error.details))
 
     def refuse(self) -> None:
@@ -117,112 +175,161 @@ class Call:
 
 
 class Node:
-    """Serves one service on one port until told to stop or until the parent process is gone.
+    """Serves one service until told to stop or until the parent process is gone.
 
     Args:
-        lifelines: file descriptors; when any becomes readable, the node stops.
+        remote: for clients of other hosts, or None.
+        local: for clients of this host, or None.
         token: what a client must present, or None.
+        incarnation: differs between two lives that do not know each other; None draws one.
     """
 
-    def __init__(self, host: str, port: int, *, token: str | None, max_frame_bytes: int) -> None:
+    def __init__(
+        self,
+        remote: ZmqListener | None,
+        local: LocalListener | None,
+        *,
+        token: str | None,
+        max_frame_bytes: int,
+        incarnation: int | None = None,
+    ) -> None:
+        self._remote = remote
+        self._local = local
         self._token = token
         self._max_frame_bytes = max_frame_bytes
-        self._incarnation = secrets.randbits(62)
-        self._connections: OrderedDict[bytes, Client] = OrderedDict()
-        self._clients: OrderedDict[int, Client] = OrderedDict()
-        self._complained: OrderedDict[bytes, None] = OrderedDict()
-        self._units: list[UnitAddress] = []
-        self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.ROUTER)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, max_frame_bytes)
-        self._socket.setsockopt(zmq.SNDHWM, 100_000)
-        self._socket.setsockopt(zmq.RCVHWM, 10_000)
-        self._socket.setsockopt(zmq.IPV6, 1 if ":" in host else 0)
-        shown = f"[{host}]" if ":" in host else host
-        self._socket.bind(f"tcp://{shown}:{port or '*'}")
-        endpoint = self._socket.getsockopt(zmq.LAST_ENDPOINT)
-        assert isinstance(endpoint, bytes)
-        self.port = int(endpoint.rstrip(b"\0").rpartition(b":")[2])
+        self._incarnation = secrets.randbits(62) if incarnation is None else incarnation
+        self._sessions: OrderedDict[int, Session] = OrderedDict()
+        self._by_connection: dict[Connection, Session] = {}
+        self._complained: OrderedDict[Connection, None] = OrderedDict()
+        self._outbox: list[Callable[[], None]] = []
+        self._running = True
+        self.units: list[UnitAddress] = []
+        self.poll = Poll()
 
-    def run(self, service: Service, lifelines: Sequence[int], units: Sequence[UnitAddress] = ()) -> None:
+    def run(self, service: Service, lifelines: Sequence[int]) -> None:
+        """Serves. When one of the `lifelines` becomes readable, it stops."""
         self._service = service
-        self._units = list(units)
-        poller = zmq.Poller()
-        poller.register(self._socket, zmq.POLLIN)
-        for lifeline in lifelines:
-            poller.register(lifeline, zmq.POLLIN)
-        due: float | None = None
-        while True:
-            wait = None if due is None else min(60_000, max(0, int((due - time.monotonic()) * 1000) + 1))
-            ready = dict(poller.poll(wait))
-            if any(lifeline in ready for lifeline in lifelines):
-                break
-            if self._socket in ready:
-                self._receive_some()
+        for descriptor in lifelines:
+            self.poll.watch(descriptor, self.stop)
+        for listener in (self._remote, self._local):
+            if listener is not None:
+                listener.start(self.poll, self)
+        due = service.settle(time.monotonic())
+        while self._running:
+            more = self._remote is not None and self._remote.drain()
+            if more or self._outbox:
+                due = service.settle(time.monotonic())
+                self._flush()
+            wait = None if due is None else max(0.0, due - time.monotonic())
+            self.poll.turn(0.0 if more else wait)
+            if self._remote is not None:
+                self._remote.drain()
             due = service.settle(time.monotonic())
-        self._context.destroy(linger=0)
+            self._flush()
+        for listener in (self._remote, self._local):
+            if listener is not None:
+                listener.close()
+        self.poll.close()
 
-    def _receive_some(self) -> None:
-        for _ in range(_MAX_MESSAGES_A_TURN):
-            try:
-                frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
-            except zmq.Again:
-                return
-            self._receive(frames[0].bytes, frames[1:])
+    def stop(self) -> None:
+        """Makes `run` return after this turn."""
+        self._running = False
 
-    def _receive(self, identity: bytes, frames: list[zmq.Frame]) -> None:
+    @property
+    def sessions(self) -> int:
+        return len(self._sessions)
+
+    # -- what listeners hear ---------------------------------------------------------------------------------
+
+    def received(self, connection: Connection, header: Any, payload: Any) -> None:
         try:
-            request = _decode(frames)
-        except Malformed as error:
-            self._complain(identity, error)
+            request = decode_request(header)
+        except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+            self.malformed(connection, f"a header of {len(header)} bytes is no request ({error})")
             return
-        payload = frames[1].buffer if len(frames) == 2 else b""
-        if isinstance(request.body, Hello):
-            self._greet(identity, request.body)
+        if not 0 <= request.timeout < 1e9:
+            self.malformed(connection, f"a request with a timeout of {request.timeout} s")
             return
-        client = self._connections.get(identity)
-        if client is None:
-            self._send(identity, _encoded(request.id, Failure("HelloRequired", "say hello first", {})), None)
+        body = request.body
+        if isinstance(body, Hello):
+            self._greet(connection, body, request.done_below)
             return
-        self._connections.move_to_end(identity)
-        client.prune(request.done_below)
-        if request.id < client.low:
+        session = self._by_connection.get(connection)
+        if session is None:
+            connection.send(
+                encoder.encode(Reply(request.id, Failure("HelloRequired", "say hello first", {})))
+            )
             return
-        if request.id in client.answers:
-            self._send(identity, client.answers[request.id][0], None)
-        elif request.id in client.waiting:
-            client.waiting[request.id].identity = identity
-        else:
-            self._handle(Call(self, client, identity, request, payload))
+        session.prune(request.done_below)
+        if isinstance(body, Release):
+            self._service.release(session, body.blocks)
+        elif request.id < session.low:
+            return
+        elif request.id in session.answers:
+            answered = session.answers[request.id]
+            self._outbox.append(lambda: self._deliver(session, answered, None))
+        elif request.id not in session.waiting:
+            self._handle(Call(self, session, request, payload))
+
+    def malformed(self, connection: Connection, why: str) -> None:
+        self._complain(connection, Malformed(why))
+
+    def ended(self, connection: Connection) -> None:
+        if not self._running:
+            return
+        session = self._by_connection.pop(connection, None)
+        self._complained.pop(connection, None)
+        if session is not None and session.connection is connection:
+            session.connection = None
+            session.arenas.clear()
+            if connection.local:  # the process is gone, or has closed: it will not come back
+                self._forget(session)
+
+    def lost(self, session: Session) -> None:
+        """A client of another host cannot be reached any more."""
+        if session.connection is not None:
+            self._by_connection.pop(session.connection, None)
+            if self._remote is not None:
+                self._remote.forget(session.connection)
+        self._forget(session)
+
+    # -- requests --------------------------------------------------------------------------------------------
 
     def _handle(self, call: Call) -> None:
-        call.client.waiting[call.id] = call
+        session = call.session
+        session.waiting[call.id] = call
         try:
             match call.body:
                 case Goodbye():
-                    self._service.forget(call.client.number)
                     call.reply(Done())
-                    self._clients.pop(call.client.number, None)
+                    self._outbox.append(lambda: self._forget(session))
                 case Cancel(target):
-                    self._cancel(call.client, target)
+                    self._cancel(session, target)
                     call.reply(Done())
                 case _:
                     self._service.handle(call)
         except QueueError as error:
             call.fail(error)
 
-    def _cancel(self, client: Client, target: int) -> None:
-        if target in client.waiting:
-            client.waiting[target].fail(Timeout("given up by the client"))
-        elif target in client.answers:
-            answer, undo = client.answers[target]
-            client.answers[target] = (answer, None)
+    def _forget(self, session: Session) -> None:
+        if self._sessions.get(session.number) is session:
+            del self._sessions[session.number]
+            for call in session.waiting.values():
+                call.answered = True
+            session.waiting.clear()
+            self._service.forget(session)
+
+    @staticmethod
+    def _cancel(session: Session, target: int) -> None:
+        if target in session.waiting:
+            session.waiting[target].fail(Timeout("given up by the client"))
+        elif target in session.answers:
+            answered = session.answers[target]
+            undo, answered.undo = answered.undo, None
             if undo is not None:
                 undo()
 
-    def _greet(self, identity: bytes, hello: Hello) -> None:
+    def _greet(self, connection: Connection, hello: Hello, done_below: int) -> None:
         error: QueueError | None = None
         if hello.protocol != PROTOCOL:
             error = ProtocolMismatch(
@@ -234,29 +341,46 @@ class Node:
         elif self._token is not None and not hmac.compare_digest(self._token.encode(), hello.token.encode()):
             error = Unauthorized("the token is missing or wrong; pass the token the server was started with")
         if error is not None:
-            self._complain(identity, error)
+            self._complain(connection, error)
             return
-        client = self._clients.get(hello.client) or Client(hello.client)
-        self._clients[hello.client] = client
-        self._clients.move_to_end(hello.client)
-        self._connections[identity] = client
-        if len(self._connections) > _MAX_CLIENTS:
-            self._connections.popitem(last=False)  # if it lives it is asked to say hello again
-        if len(self._clients) > _MAX_CLIENTS:
-            self._clients.popitem(last=False)
-        welcome = Welcome(PROTOCOL, self._incarnation, self._units, self._max_frame_bytes)
-        self._send(identity, _encoded(0, welcome), None)
+        session = self._sessions.get(hello.client) or Session(hello.client)
+        self._sessions[hello.client] = session
+        self._sessions.move_to_end(hello.client)
+        if session.connection is not None and session.connection is not connection:
+            self._by_connection.pop(session.connection, None)
+            session.connection.hang_up()
+            session.arenas.clear()
+        session.connection = connection
+        self._by_connection[connection] = session
+        connection.greeted = True
+        # Answers that the client has are forgotten, so that what is left names exactly the blocks it will
+        # still hear of.
+        unanswered = set(hello.outstanding)
+        for number in [number for number in session.answers if number not in unanswered]:
+            del session.answers[number]
+        session.prune(done_below)
+        unheard = [block for answered in session.answers.values() for block in answered.pins]
+        self._service.resume(session, [*hello.pins, *unheard])
+        if len(self._sessions) > _MAX_SESSIONS:
+            _, oldest = self._sessions.popitem(last=False)
+            self._service.forget(oldest)
+        local = "" if self._local is None else self._local.name
+        welcome = Welcome(PROTOCOL, self._incarnation, self.units, self._max_frame_bytes, local)
+        connection.send(encoder.encode(Reply(0, welcome)))
 
-    def _complain(self, identity: bytes, error: QueueError) -> None:
+    def _complain(self, connection: Connection, error: QueueError) -> None:
         """Refuses a connection's message; the log says so once for each connection."""
-        if identity not in self._complained:
+        if connection not in self._complained:
             log.warning("refused a message: %s: %s", type(error).__name__, error)
-            self._complained[identity] = None
-            if len(self._complained) > _MAX_CLIENTS:
+            self._complained[connection] = None
+            if len(self._complained) > _MAX_SESSIONS:
                 self._complained.popitem(last=False)
-        self._send(identity, _encoded(0, Failure(type(error).__name__, str(error), error.details)), None)
+        connection.send(encoder.encode(Reply(0, Failure(type(error).__name__, str(error), error.details))))
+
+    # -- answers ---------------------------------------------------------------------------------------------
 
     def answer(self, call: Call, body: ReplyBody, payload: Any) -> None:
+        """Keeps the answer until the turn has settled, then sends it."""
         if call.answered:
             raise AssertionError(f"request {call.id} ({type(call.body).__name__}) is answered twice")
         if payload is not None and len(payload) > self._max_frame_bytes:
@@ -268,44 +392,34 @@ class Node:
             )
             body, payload = Failure("TooLarge", str(error), error.details), None
         call.answered = True
-        call.client.waiting.pop(call.id, None)
-        encoded = _encoded(call.id, body)
-        sent = self._send(call.identity, encoded, payload)
-        if not sent and call.undo is not None:
+        session = call.session
+        session.waiting.pop(call.id, None)
+        answered = Answered(call, body)
+        if not isinstance(call.body, _REPEATABLE):
+            session.answers[call.id] = answered
+        self._outbox.append(lambda: self._deliver(session, answered, payload))
+
+    def _deliver(self, session: Session, answered: Answered, payload: Any) -> None:
+        connection = session.connection
+        if connection is not None and self._put_on(connection, session, answered, payload):
+            return
+        if answered.undo is not None:
             # A dead consumer must not get samples. If it only lost its connection it asks again, for others.
-            call.undo()
-        elif not isinstance(call.body, _REPEATABLE):
-            call.client.answers[call.id] = (encoded, call.undo)
+            session.answers.pop(answered.id, None)
+            undo, answered.undo = answered.undo, None
+            undo()
 
-    def _send(self, identity: bytes, header: bytes, payload: Any) -> bool:
-        """Returns whether there was a connection to send by."""
-        try:
-            self._socket.send(identity, zmq.SNDMORE | zmq.NOBLOCK)
-            if payload is None:
-                self._socket.send(header, zmq.NOBLOCK)
-                return True
-            self._socket.send(header, zmq.SNDMORE | zmq.NOBLOCK)
-            self._socket.send(payload, zmq.NOBLOCK, copy=len(payload) < COPY_BELOW)
-            return True
-        except zmq.ZMQError as error:
-            # The connection is gone or reads nothing: the client repeats the request when it is back, or
-            # times out.
-            if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
-                raise
-            return False
+    @staticmethod
+    def _put_on(connection: Connection, session: Session, answered: Answered, payload: Any) -> bool:
+        if not connection.local or session.arenas.issuperset(here.arena for here, _ in answered.arenas):
+            return connection.send(answered.encoded, payload)
+        new = [arena for arena in answered.arenas if arena[0].arena not in session.arenas]
+        session.arenas.update(here.arena for here, _ in new)
+        encoded = encoder.encode(Reply(answered.id, answered.body, [here for here, _ in new]))
+        return connection.send(encoded, payload, [descriptor for _, descriptor in new])
 
-
-def _decode(frames: list[zmq.Frame]) -> Request:
-    if len(frames) not in (1, 2):
-        raise Malformed(f"a message of {len(frames)} frames; a header and at most one payload are expected")
-    try:
-        request = decode_request(frames[0].buffer)
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        raise Malformed(f"a header of {len(frames[0].buffer)} bytes is no request ({error})") from error
-    if not 0 <= request.timeout < 1e9:
-        raise Malformed(f"a request with a timeout of {request.timeout} s")
-    return request
-
-
-def _encoded(number: int, body: ReplyBody) -> bytes:
-    return encoder.encode(Reply(number, body))
+    def _flush(self) -> None:
+        while self._outbox:
+            outbox, self._outbox = self._outbox, []
+            for send in outbox:
+                send()

@@ -1,0 +1,68 @@
+"""Half-dead blocks: the samples still there are copied into a smaller one, so that memory held is never more
+than about twice what is alive.
+"""
+
+from typing import Any
+
+from ..errors import Full
+from ..wire.messages import Range
+from .memory import Block, Grant, Memory
+from .shelves import Shelf, Shelves
+from .units import Units
+
+_WORTH_IT = 1 << 18  # bytes; smaller blocks die as a whole soon enough
+
+
+class Compaction:
+    """Has storage units copy, and moves the samples when they have."""
+
+    def __init__(self, shelves: Shelves, memory: Memory, units: Units) -> None:
+        self._shelves = shelves
+        self._memory = memory
+        self._units = units
+        self._moving: set[int] = set()
+
+    def consider(self, block: Block, shelf: Shelf) -> None:
+        """Compacts the block if half of its rows are gone since it was made."""
+        if (
+            block.nbytes < _WORTH_IT
+            or not 0 < block.living <= len(block.samples) // 2
+            or block.number in self._moving
+        ):
+            return
+        rows = [row for row, sample in enumerate(block.samples) if sample is not None]
+        try:
+            # A row may hold most of the bytes: the whole of the block is asked for, the rest given back.
+            grant = self._memory.take(block.nbytes, None, None)
+        except Full:
+            return  # it stays as it is
+        self._moving.add(block.number)
+        block.pins += 1  # it must not go while it is read
+        if not self._units.compact(
+            block.range,
+            rows,
+            grant.range,
+            lambda error, values: self._compacted(block, shelf, rows, grant, error, values),
+        ):
+            self._compacted(block, shelf, rows, grant, "no storage unit", {})
+
+    def _compacted(
+        self, block: Block, shelf: Shelf, rows: list[int], grant: Grant, error: str, values: dict[str, Any]
+    ) -> None:
+        self._moving.discard(block.number)
+        partition = shelf.partition
+        moved = [block.samples[row] for row in rows]
+        if not error and any(sample is not None for sample in moved):
+            where = Range(grant.number, grant.arena, grant.start, grant.start + int(values["nbytes"]))
+            grant.named.append((where.start, where.stop))
+            smaller = self._memory.block(where, block.fields, [-1] * len(rows))
+            for at, (row, number) in enumerate(zip(rows, moved, strict=True)):
+                if number is None:
+                    self._memory.row_gone(smaller, at)
+                    continue
+                smaller.samples[at] = number
+                places = partition.samples[number].places
+                places[places.index((block, row))] = (smaller, at)
+                self._memory.row_gone(block, row)
+        self._memory.end(grant)
+        self._memory.let_go(block)

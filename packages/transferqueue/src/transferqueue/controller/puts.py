@@ -1,0 +1,356 @@
+"""Puts and updates: memory to write to, room within the limits, and the moment when samples may be seen."""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import Full, InvalidArgument, QueueError, StorageLost, Timeout
+from ..ids import MAX_SERIAL, first_id
+from ..scheduling.samples import Row
+from ..wire.messages import (
+    Commit,
+    Committed,
+    CommitUpdate,
+    Done,
+    Granted,
+    Range,
+    Reserve,
+    ReserveUpdate,
+    Return,
+    TakeSlab,
+)
+from ..wire.node import Call
+from .memory import SLAB_BYTES, Grant, Memory
+from .shelves import Shelf, Shelves
+from .timers import Timers
+from .units import Units
+
+_GRACE = 2.0  # seconds a reservation outlives its put's deadline
+
+
+@dataclass(slots=True)
+class Reservation:
+    """Room within the limits for a large put that has not committed."""
+
+    shelf: Shelf
+    rows: int
+    nbytes: int
+
+
+class Puts:
+    """What waits for memory, for room, or for bytes that are on their way to a unit."""
+
+    def __init__(
+        self, generation: int, shelves: Shelves, memory: Memory, units: Units, timers: Timers
+    ) -> None:
+        self._generation = generation
+        self._shelves = shelves
+        self._memory = memory
+        self._units = units
+        self._timers = timers
+        self._reservations: dict[int, Reservation] = {}
+        self._waiting: deque[Call] = deque()
+        self._coming: dict[tuple[int, int], Call] = {}
+        self.room_made = False
+
+    @property
+    def waiting(self) -> int:
+        return sum(not call.answered for call in self._waiting)
+
+    # -- memory ----------------------------------------------------------------------------------------------
+
+    def slab(self, call: Call, body: TakeSlab) -> None:
+        self._grant(call, SLAB_BYTES, body.remote)
+
+    def reserve_update(self, call: Call, body: ReserveUpdate) -> None:
+        self._grant(call, _positive(body.span), body.remote)
+
+    def reserve(self, call: Call, body: Reserve) -> None:
+        shelf = self._shelves[body.partition]
+        partition = shelf.partition
+        partition.check_open()
+        partition.check_schema(body.specs)
+        partition.check_groups(body.groups or (), body.group_sizes)
+        if body.rows < 0 or body.nbytes < 0:
+            raise InvalidArgument(f"a put of {body.rows} rows and {body.nbytes} bytes")
+        _positive(body.span)
+        self._shelves.check_size(shelf, body.rows, body.nbytes)
+        if self._must_wait(shelf, body.rows, body.nbytes):
+            self._wait(call, shelf)
+        else:
+            self._grant_reserved(call, shelf, body)
+
+    def _grant_reserved(self, call: Call, shelf: Shelf, body: Reserve) -> None:
+        grant = self._grant(call, body.span, body.remote)
+        self._reservations[grant.number] = Reservation(shelf, body.rows, body.nbytes)
+        shelf.reserved_rows += body.rows
+        shelf.reserved_bytes += body.nbytes
+        self._timers.at(call.deadline + _GRACE, lambda: self._give_up_reservation(grant))
+
+    def _grant(self, call: Call, span: int, remote: bool) -> Grant:
+        unit = self._units.choose() if remote else None
+        grant = self._memory.take(span, call.session.number, unit)
+        call.undo = lambda: self.end_grant(grant)
+        granted = Granted(grant.range, -1 if unit is None else unit)
+        if unit is None:
+            call.arenas = [self._memory.arena(grant.arena)]
+            call.reply(granted)
+        else:
+            # The client may write only once the unit will take it.
+            self._units.expect(unit, grant.range, lambda lost: self._expected(call, grant, granted, lost))
+        return grant
+
+    def _expected(self, call: Call, grant: Grant, granted: Granted, lost: str) -> None:
+        if call.answered:
+            self.end_grant(grant)
+        elif lost:
+            call.fail(StorageLost(lost, unit=grant.unit, address=""))
+            self.end_grant(grant)
+        else:
+            call.reply(granted)
+
+    def _give_up_reservation(self, grant: Grant) -> None:
+        if grant.number in self._reservations:
+            self.end_grant(grant)
+
+    def end_grant(self, grant: Grant) -> None:
+        """Frees what a client did not commit, once nothing can be written there any more."""
+        self._release(grant.number)
+        if grant.number not in self._memory.grants:
+            return
+        if grant.unit is None:
+            self._memory.end(grant)
+        else:
+            self._units.forget(grant.unit, grant.number, lambda: self._memory.end(grant))
+
+    def returned(self, call: Call, body: Return) -> None:
+        grant = self._memory.grants.get(body.grant)
+        if grant is not None and grant.owner == call.session.number:
+            self.end_grant(grant)
+        call.reply(Done())
+
+    def _release(self, number: int) -> None:
+        reservation = self._reservations.pop(number, None)
+        if reservation is not None:
+            reservation.shelf.reserved_rows -= reservation.rows
+            reservation.shelf.reserved_bytes -= reservation.nbytes
+            self.room_made = True
+
+    # -- commits ---------------------------------------------------------------------------------------------
+
+    def commit(self, call: Call, body: Commit | CommitUpdate) -> None:
+        shelf = self._shelves[body.partition]
+        if isinstance(body, Commit) and (body.rows < 1 or body.nbytes < 0):
+            raise InvalidArgument(f"a put of {body.rows} rows and {body.nbytes} bytes")
+        grant = self._memory.name(body.range, call.session.number)
+        try:
+            if isinstance(body, Commit):
+                shelf.partition.check_open()
+                shelf.partition.check_groups(body.groups or (), body.group_sizes)
+                self._shelves.check_size(shelf, body.rows, body.nbytes)
+            else:
+                shelf.partition.known(body.ids)
+            shelf.partition.check_schema(body.specs)
+        except QueueError:
+            self._memory.discard(body.range)
+            self.end_if_large(grant)
+            raise
+        where = (body.range.start, body.range.stop)
+        if grant.unit is not None and where not in grant.written:
+            self._coming[grant.number, body.range.start] = call
+            self._timers.at(call.deadline, lambda: self._give_up_coming(call, grant, body.range))
+        else:
+            self._arrived(call, grant, body)
+
+    def written(self, where: Range) -> None:
+        """A unit says that a range is filled."""
+        grant = self._memory.grants.get(where.grant)
+        if grant is None or grant.unit is None:
+            return  # given up meanwhile; its memory is free once the unit has forgotten it
+        grant.written.add((where.start, where.stop))
+        call = self._coming.pop((where.grant, where.start), None)
+        if call is not None and not call.answered:
+            body = call.body
+            assert isinstance(body, Commit | CommitUpdate)
+            try:
+                self._arrived(call, grant, body)
+            except QueueError as error:
+                call.fail(error)
+
+    def _give_up_coming(self, call: Call, grant: Grant, where: Range) -> None:
+        if self._coming.get((grant.number, where.start)) is call:
+            del self._coming[grant.number, where.start]
+            if not call.answered:
+                call.fail(
+                    Timeout("the payload did not reach its storage unit in time; nothing of it is kept")
+                )
+            self._memory.discard(where)
+            self.end_grant(grant)
+
+    def _arrived(self, call: Call, grant: Grant, body: Commit | CommitUpdate) -> None:
+        if isinstance(body, CommitUpdate):
+            self._update(call, grant, body)
+        elif grant.number in self._reservations:
+            self._release(grant.number)
+            self._put(call, grant, body)
+        else:
+            shelf = self._shelves[body.partition]
+            if self._must_wait(shelf, body.rows, body.nbytes):
+                self._wait(call, shelf)
+            else:
+                self._put(call, grant, body)
+
+    def _put(self, call: Call, grant: Grant | None, body: Commit) -> None:
+        shelf = self._shelves[body.partition]
+        partition = shelf.partition
+        try:
+            if shelf.serial + body.rows > MAX_SERIAL:
+                raise Full(f"partition {partition.name!r} has used up its ids; start a new store")
+            first = first_id(self._generation, shelf.number, shelf.serial)
+            ids = range(first, first + body.rows)
+            rows = [
+                Row(*row)
+                for row in zip(
+                    ids,
+                    _each(body.groups, body.rows),
+                    _each(body.versions, body.rows),
+                    _each(body.priorities, body.rows),
+                    _shares(body.nbytes, body.rows),
+                    _each(body.lengths, body.rows),
+                    strict=True,
+                )
+            ]
+            samples = partition.put(rows, body.specs, body.group_sizes, self._timers.now())
+        except QueueError:
+            self._memory.discard(body.range)
+            self.end_if_large(grant)
+            raise
+        shelf.serial += body.rows
+        block = self._memory.block(body.range, partition.fields_mask(body.specs) or 0, ids)
+        for row, sample in enumerate(samples):
+            sample.places.append((block, row))
+        self.end_if_large(grant)
+        call.reply(Committed(first))
+
+    def _update(self, call: Call, grant: Grant, body: CommitUpdate) -> None:
+        partition = self._shelves[body.partition].partition
+        try:
+            samples = partition.update(
+                body.ids, body.specs, _shares(body.nbytes, len(body.ids)), body.lengths
+            )
+        except QueueError:
+            self._memory.discard(body.range)
+            self.end_if_large(grant)
+            raise
+        block = self._memory.block(body.range, partition.fields_mask(body.specs) or 0, body.ids)
+        for row, sample in enumerate(samples):
+            sample.places.append((block, row))
+        self.end_if_large(grant)
+        call.reply(Done())
+
+    def end_if_large(self, grant: Grant | None) -> None:
+        """A grant that was for one put is over with it; a slab goes on."""
+        if grant is not None and grant.stop - grant.start != SLAB_BYTES:
+            self.end_grant(grant)
+
+    # -- waiting for room ------------------------------------------------------------------------------------
+
+    def _must_wait(self, shelf: Shelf, rows: int, nbytes: int) -> bool:
+        others = any(not call.answered and _shelf_number(call) == shelf.number for call in self._waiting)
+        return others or not self._shelves.fits(shelf, rows, nbytes)
+
+    def _wait(self, call: Call, shelf: Shelf) -> None:
+        self._waiting.append(call)
+        self._timers.at(call.deadline, lambda: self._give_up(call, shelf))
+
+    def _give_up(self, call: Call, shelf: Shelf) -> None:
+        if call.answered:
+            return
+        partition = shelf.partition
+        call.fail(
+            Full(
+                f"partition {partition.name!r} left no room until the deadline: it holds "
+                f"{len(partition.samples)} samples of at most {shelf.max_samples} and "
+                f"{partition.nbytes} bytes of at most {shelf.max_bytes} (whole store: "
+                f"{self._shelves.max_bytes}); consume faster or raise the limits",
+                partition=partition.name,
+            )
+        )
+        self._forget_waiting(call)
+        self.room_made = True  # smaller puts behind it may fit
+
+    def _check_still_open(self, call: Call, shelf: Shelf) -> None:
+        if shelf.partition.closed:
+            self._forget_waiting(call)
+        shelf.partition.check_open()
+
+    def _forget_waiting(self, call: Call) -> None:
+        if isinstance(call.body, Commit):
+            self._memory.discard(call.body.range)
+
+    def admit(self) -> None:
+        """Grants room in the order of asking; who waits in one partition does not hold up another."""
+        waiting, self._waiting = self._waiting, deque()
+        held_up: set[int] = set()
+        for call in waiting:
+            body = call.body
+            if call.answered:
+                continue
+            assert isinstance(body, Commit | Reserve)
+            shelf = self._shelves[body.partition]
+            try:
+                if shelf.number not in held_up:
+                    self._check_still_open(call, shelf)
+                    if self._shelves.fits(shelf, body.rows, body.nbytes):
+                        if isinstance(body, Reserve):
+                            self._grant_reserved(call, shelf, body)
+                        else:
+                            self._put(call, self._memory.grants.get(body.range.grant), body)
+                        continue
+            except QueueError as error:
+                call.fail(error)
+                continue
+            held_up.add(shelf.number)
+            self._waiting.append(call)
+
+    def forget(self, session: int) -> None:
+        """A client is gone: so are its puts under way."""
+        for call in self._waiting:
+            if call.session.number == session and isinstance(call.body, Commit):
+                call.answered = True
+                self._memory.discard(call.body.range)
+        for key, call in list(self._coming.items()):
+            if call.session.number == session:
+                del self._coming[key]
+                body = call.body
+                assert isinstance(body, Commit | CommitUpdate)
+                self._memory.discard(body.range)
+        for grant in self._memory.grants_of(session):
+            self.end_grant(grant)
+        self.room_made = True
+
+
+def _shelf_number(call: Call) -> int:
+    body: Any = call.body
+    return body.partition
+
+
+def _positive(span: int) -> int:
+    if not 0 < span < 1 << 40:
+        raise InvalidArgument(f"a grant of {span} bytes")
+    return span
+
+
+def _each(values: Any, rows: int) -> Sequence[Any]:
+    if values is None or isinstance(values, int):
+        return [values] * rows
+    if len(values) != rows:
+        raise InvalidArgument(f"{len(values)} values for {rows} samples")
+    return values
+
+
+def _shares(nbytes: int, rows: int) -> list[int]:
+    """`nbytes` split over `rows`; the shares add up."""
+    share, rest = divmod(nbytes, rows or 1)
+    return [share + (row < rest) for row in range(rows)]

@@ -1,0 +1,175 @@
+"""The storage units as the controller sees them: who is there, and what they have been told to do."""
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..errors import StorageLost
+from ..wire.messages import (
+    Announce,
+    Attach,
+    Compact,
+    Done,
+    Expect,
+    Forget,
+    Order,
+    Punch,
+    Range,
+    Reply,
+    Report,
+    UnitAddress,
+    encoder,
+)
+from ..wire.node import Arena, Call, Session
+from .timers import Timers
+
+log = logging.getLogger("transferqueue")
+
+_CHECK_SECONDS = 0.7  # between two questions whether a unit still answers; after two it counts as lost
+
+Finished = Callable[[str, dict[str, Any]], None]
+"""Told how an order ended: the error in words ("" for none), and what the unit reported."""
+
+
+@dataclass(slots=True, eq=False)
+class Unit:
+    """One that has announced itself.
+
+    Attributes:
+        silent: it did not answer in time, and is not chosen until it does.
+        orders: not reported yet, with what to do then.
+        unanswered: orders that were under way at the last check.
+    """
+
+    address: UnitAddress
+    session: Session
+    silent: bool = False
+    orders: dict[int, Finished] = field(default_factory=dict)
+    unanswered: set[int] = field(default_factory=set)
+
+
+class Units:
+    """All of them.
+
+    Args:
+        expected: how many the store was started with.
+        arenas: the arenas there are, for a unit that comes (again).
+    """
+
+    def __init__(self, expected: int, arenas: Callable[[], Sequence[Arena]], timers: Timers) -> None:
+        self.expected = expected
+        self._arenas = arenas
+        self._timers = timers
+        self._units: dict[int, Unit] = {}
+        self._next_order = 1
+        self._turn = 0
+
+    @property
+    def addresses(self) -> list[UnitAddress]:
+        return [self._units[number].address for number in sorted(self._units)]
+
+    @property
+    def all_there(self) -> bool:
+        return len(self._units) >= self.expected
+
+    def alive(self, number: int) -> bool:
+        return number in self._units and not self._units[number].silent
+
+    def numbers(self) -> Sequence[int]:
+        return sorted(self._units)
+
+    def announce(self, call: Call, body: Announce) -> None:
+        """A unit is here, for the first time or again."""
+        unit = Unit(body.address, call.session)
+        self._lose(body.number, "was replaced")
+        self._units[body.number] = unit
+        call.reply(Done())
+        for arena in self._arenas():
+            self._order(body.number, Attach(arena[0].arena, arena[0].nbytes), _nothing, [arena])
+        self._check(unit, body.number)
+
+    def _check(self, unit: Unit, number: int) -> None:
+        """Asks again and again for a sign of life: a process that is stopped keeps its connection."""
+        if self._units.get(number) is not unit:
+            return
+        unit.silent = bool(unit.unanswered) and unit.unanswered <= unit.orders.keys()
+        if not unit.orders:
+            self._order(number, Forget(0), _nothing)
+        unit.unanswered = set(unit.orders)
+        self._timers.at(self._timers.now() + _CHECK_SECONDS, lambda: self._check(unit, number))
+
+    def attach(self, arena: Arena) -> None:
+        """Tells every unit of a new arena."""
+        for number in list(self._units):
+            self._order(number, Attach(arena[0].arena, arena[0].nbytes), _nothing, [arena])
+
+    def choose(self) -> int:
+        """The next unit in turn that answers. StorageLost if there is none."""
+        numbers = [number for number in sorted(self._units) if not self._units[number].silent]
+        if not numbers:
+            raise StorageLost("no storage unit answers", unit=-1, address="")
+        self._turn += 1
+        return numbers[self._turn % len(numbers)]
+
+    def expect(self, number: int, where: Range, done: Callable[[str], None]) -> None:
+        """Lets a unit take writes; `done` is told why not, or ""."""
+        self._order(number, Expect(where), lambda error, _: done(error))
+
+    def forget(self, number: int, grant: int, done: Callable[[], None]) -> None:
+        """Lets a unit take no more writes under a grant. A unit that is gone takes none anyway."""
+        self._order(number, Forget(grant), lambda error, values: done())
+
+    def compact(self, source: Range, rows: list[int], target: Range, done: Finished) -> bool:
+        """Has some unit copy rows into a new block; returns whether there is one to do it."""
+        numbers = [number for number in self._units if not self._units[number].silent]
+        if not numbers:
+            return False
+        self._order(numbers[source.arena % len(numbers)], Compact(source, rows, target), done)
+        return True
+
+    def punch(self, arena: int, start: int, stop: int, done: Callable[[], None]) -> bool:
+        """Has some unit give pages back; returns whether there is one to do it."""
+        numbers = [number for number in self._units if not self._units[number].silent]
+        if not numbers:
+            return False
+        self._order(numbers[0], Punch(arena, start, stop), lambda error, values: done())
+        return True
+
+    def _order(self, number: int, what: Any, done: Finished, arenas: Sequence[Arena] = ()) -> None:
+        unit = self._units.get(number)
+        connection = None if unit is None else unit.session.connection
+        if unit is None or connection is None:
+            done(f"storage unit {number} is gone", {})
+            return
+        order, self._next_order = self._next_order, self._next_order + 1
+        unit.orders[order] = done
+        reply = Reply(0, Order(order, what), [here for here, _ in arenas])
+        connection.send(encoder.encode(reply), None, [descriptor for _, descriptor in arenas])
+
+    def report(self, call: Call, body: Report) -> None:
+        call.reply(Done())
+        for unit in self._units.values():
+            if unit.session is call.session:
+                unit.silent = False
+                done = unit.orders.pop(body.order, None)
+                if done is not None:
+                    done(body.error, body.values)
+                return
+
+    def gone(self, session: Session) -> None:
+        """A connection has ended; if it was a unit's, the unit is lost."""
+        for number, unit in list(self._units.items()):
+            if unit.session is session:
+                log.warning("storage unit %d is gone", number)
+                self._lose(number, "is gone")
+
+    def _lose(self, number: int, how: str) -> None:
+        unit = self._units.pop(number, None)
+        if unit is not None:
+            for done in list(unit.orders.values()):
+                done(f"storage unit {number} {how}", {})
+
+
+def _nothing(error: str, values: dict[str, Any]) -> None:
+    """For orders whose end nobody waits for."""

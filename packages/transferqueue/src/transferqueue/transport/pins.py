@@ -1,0 +1,62 @@
+"""Which blocks this client looks at."""
+
+import threading
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
+
+import numpy as np
+
+
+class Pins:
+    """Counts, for every block, the replies that named it and whose views are still alive.
+
+    `received` counts up where a reply arrives, `hold` counts down when the last view of an array is gone.
+    Finalizers run in any thread at any moment, so `let_go` takes no lock: it leaves the numbers for `taken`,
+    which the owner of the connection calls before it sends.
+
+    Attributes:
+        notify: called after something was let go; it must not block. Set by the connection's owner.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counts: Counter[int] = Counter()
+        self._released: deque[int] = deque()
+        self.notify: Callable[[], None] | None = None
+
+    def received(self, blocks: Iterable[int]) -> None:
+        """A reply has named these blocks."""
+        with self._lock:
+            self._counts.update(blocks)
+
+    def hold(self, block: int, base: np.ndarray) -> None:
+        """Lets go of one count of the block when `base` and every view of it are gone."""
+        weakref.finalize(base, self.let_go, block).atexit = False
+
+    def let_go(self, *blocks: int) -> None:
+        """Releases one count of each."""
+        self._released.extend(blocks)
+        if self.notify is not None:
+            self.notify()
+
+    def taken(self) -> list[int]:
+        """What was let go since the last call, to be told to the controller. Only one thread calls it at a
+        time.
+        """
+        blocks: list[int] = []
+        while self._released:
+            blocks.append(self._released.popleft())
+        if blocks:
+            with self._lock:
+                self._counts.subtract(blocks)
+                for block in set(blocks):
+                    if not self._counts[block]:
+                        del self._counts[block]
+        return blocks
+
+    def held(self) -> list[int]:
+        """Every count, for a hello that tells the controller all of them."""
+        self.taken()
+        with self._lock:
+            return list(self._counts.elements())

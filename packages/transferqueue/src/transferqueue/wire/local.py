@@ -1,0 +1,205 @@
+"""The client's end of a Unix socket, for threads that block. It has no thread of its own: one of those that
+wait reads for all of them.
+"""
+
+import os
+import socket
+import threading
+import time
+from contextlib import suppress
+from typing import Any
+
+from ..errors import ControllerLost, QueueError, Timeout
+from ..transport.pins import Pins
+from .channel import SLACK, Answer
+from .local_session import (
+    RETRY_FIRST,
+    RETRY_LAST,
+    LocalPending,
+    LocalSession,
+    connected_to,
+    receive,
+    unreachable,
+)
+from .messages import RequestBody, Welcome
+
+
+class LocalChannel:
+    """For threads that block. One of those that wait reads for all of them.
+
+    Args:
+        name: of the controller's local listener.
+        patience: seconds a controller may be unreachable before requests fail.
+
+    Raises:
+        OSError: nothing listens there.
+    """
+
+    local = True
+
+    def __init__(self, name: str, session: LocalSession, pins: Pins, patience: float) -> None:
+        self._name = name
+        self._session = session
+        self._patience = patience
+        self._pid = os.getpid()
+        self._socket: socket.socket | None = connected_to(name)
+        self._lost_once = False
+        self._closed = False
+        self._changed = threading.Condition(threading.Lock())  # guards what follows and the session
+        self._reading = False
+        self._pins = pins
+        pins.notify = self._tell_released
+        self._socket.sendall(session.hello())
+
+    def wait_welcome(self, timeout: float) -> Welcome:
+        """Blocks for the controller's welcome; raises its refusal."""
+        deadline = time.monotonic() + timeout
+        while self._session.welcome is None:
+            if self._session.failed is not None:
+                raise self._session.failed
+            if not self._read_some(deadline):
+                raise Timeout(f"no welcome from {self._session.address} within {timeout:g} s")
+            if self._socket is None:
+                raise ControllerLost(
+                    f"the controller at {self._session.address} hung up", address=self._session.address
+                )
+        return self._session.welcome
+
+    def reachable(self, peer: Any) -> bool:
+        return self._socket is not None and not self._closed and self._session.failed is None
+
+    def submit(self, peer: Any, body: RequestBody, payload: Any = None, *, timeout: float) -> LocalPending:
+        if self._pid != os.getpid():
+            raise QueueError("this client was connected in another process; connect again after a fork")
+        with self._changed:
+            if self._closed:
+                raise QueueError("this client is closed; connect again")
+            pending, data = self._session.request(body, timeout)
+            if self._socket is not None and data:
+                self._send(data, pending.deadline)
+        return pending
+
+    def _send(self, data: bytes, deadline: float) -> None:
+        """Sends all, or gives the connection up: half a message would make the rest unreadable."""
+        assert self._socket is not None
+        try:
+            self._socket.settimeout(max(0.001, deadline + SLACK - time.monotonic()))
+            self._socket.sendall(data)
+        except OSError:
+            self._drop_socket()
+
+    def _drop_socket(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
+    def result(self, pending: LocalPending) -> Answer:
+        while pending.outcome is None:
+            with self._changed:
+                while pending.outcome is None and self._reading:
+                    self._changed.wait(max(0.0, pending.deadline + SLACK - time.monotonic()) + 0.001)
+                    if self._overdue(pending):
+                        break
+                if pending.outcome is not None:
+                    break
+                self._reading = True
+            try:
+                self._read_until(pending)
+            finally:
+                with self._changed:
+                    self._reading = False
+                    self._changed.notify_all()
+        return pending.result()
+
+    def _overdue(self, pending: LocalPending) -> bool:
+        if pending.outcome is None and time.monotonic() >= pending.deadline + SLACK:
+            self._session.overdue(pending)
+        return pending.outcome is not None
+
+    def _read_until(self, pending: LocalPending) -> None:
+        while pending.outcome is None:
+            if self._socket is None:
+                self._reconnect(pending)
+            elif not self._read_some(pending.deadline + SLACK):
+                with self._changed:
+                    self._overdue(pending)
+
+    def _read_some(self, deadline: float) -> bool:
+        """Reads once; returns whether anything came before the deadline."""
+        connected = self._socket
+        if connected is None:
+            return True
+        try:
+            connected.settimeout(max(0.001, deadline - time.monotonic()))
+            data, descriptors = receive(connected)
+        except TimeoutError:
+            return False
+        except OSError:
+            data, descriptors = b"", []
+        with self._changed:
+            if not data:
+                self._drop_socket()
+            elif self._session.received(data, descriptors):
+                self._changed.notify_all()
+        return True
+
+    def _reconnect(self, pending: LocalPending) -> None:
+        """Reaches the controller again and repeats what is in flight, or fails it."""
+        began = time.monotonic()
+        patience = 0.0 if self._lost_once else self._patience
+        pause = RETRY_FIRST
+        while pending.outcome is None:
+            with self._changed:
+                if self._closed or self._try_connect():
+                    return
+                now = time.monotonic()
+                if now - began >= patience:
+                    self._lost_once = True
+                    self._session.fail(unreachable(self._session.address, self._patience), final=False)
+                    return
+                # Nothing tells when a controller is back.
+                self._changed.wait(min(pause, patience))
+                pause = min(2 * pause, RETRY_LAST)
+                self._overdue(pending)
+
+    def _try_connect(self) -> bool:
+        try:
+            self._socket = connected_to(self._name)
+        except OSError:
+            return False
+        self._send(self._session.hello() + self._session.repeated(), time.monotonic() + 5)
+        self._lost_once = False
+        return True
+
+    def give_up(self, pending: LocalPending) -> None:
+        with self._changed:
+            body = self._session.withdraw(pending)
+            if body is not None and self._socket is not None and not self._closed:
+                later, data = self._session.request(body, 30)
+                self._send(data, later.deadline)
+
+    def _tell_released(self) -> None:
+        """Called by finalizers: sends at once if that needs no waiting, else the next request does."""
+        if self._pid == os.getpid() and self._changed.acquire(blocking=False):
+            try:
+                if self._socket is not None and not self._closed and not self._session.failed:
+                    data = self._session.released()
+                    if data:
+                        self._send(data, time.monotonic())
+            finally:
+                self._changed.release()
+
+    def close(self) -> None:
+        if self._pid != os.getpid():
+            return
+        with self._changed:
+            if self._closed:
+                return
+            self._closed = True
+            self._session.fail(QueueError("this client was closed while the request was under way"))
+            if self._socket is not None:
+                with suppress(OSError):  # it had ended
+                    self._socket.shutdown(socket.SHUT_RDWR)  # wakes who reads
+                self._drop_socket()
+            self._session.broken()
+            self._changed.notify_all()

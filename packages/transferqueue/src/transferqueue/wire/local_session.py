@@ -1,0 +1,244 @@
+"""What is said on a Unix socket to the controller of the same host: requests in flight, the hello that
+resumes them, and what arrives. Who drives the socket is another matter: `local` does it from the threads that
+wait, `local_async` from an event loop, `storage.overseer` from a storage unit.
+"""
+
+import array
+import asyncio
+import os
+import socket
+import struct
+import time
+from collections import deque
+from collections.abc import Callable
+from itertools import count
+
+import msgspec
+
+from ..errors import ControllerLost, Malformed, QueueError, Timeout, named
+from ..transport.arenas import ArenaMap
+from ..transport.pins import Pins
+from .channel import Answer, deadline_of, encoded, handles_of
+from .messages import (
+    MAX_HEADER_BYTES,
+    PROTOCOL,
+    Cancel,
+    Failure,
+    Fetch,
+    FetchChosen,
+    Hello,
+    Leased,
+    Nack,
+    Order,
+    Release,
+    Request,
+    RequestBody,
+    Welcome,
+    decode_reply,
+    encoder,
+)
+
+RETRY_FIRST, RETRY_LAST = 0.02, 0.5  # seconds between attempts to reach a controller that restarts
+_LENGTH = struct.Struct("<I")
+_RECEIVED = 1 << 16
+_DESCRIPTORS = socket.CMSG_SPACE(253 * 4)
+
+
+class LocalPending:
+    """A request under way. `outcome` is set once."""
+
+    __slots__ = ("body", "data", "deadline", "id", "outcome", "waiter")
+
+    def __init__(self, number: int, body: RequestBody, data: msgspec.Raw, deadline: float) -> None:
+        self.id = number
+        self.body = body
+        self.data = data
+        self.deadline = deadline
+        self.outcome: Answer | QueueError | None = None
+        self.waiter: asyncio.Future[None] | None = None
+
+    def result(self) -> Answer:
+        if isinstance(self.outcome, Answer):
+            return self.outcome
+        assert self.outcome is not None
+        raise self.outcome
+
+
+class LocalSession:
+    """What both drivers share. One thread at a time may call it.
+
+    Attributes:
+        failed: why no request can be answered any more, or None.
+        welcome: the controller's, once it has come.
+        ordered: what to do with an order; only storage units get them.
+    """
+
+    def __init__(self, address: str, token: str | None, client: int, pins: Pins, arenas: ArenaMap) -> None:
+        self.address = address
+        self.failed: QueueError | None = None
+        self.welcome: Welcome | None = None
+        self.outstanding: dict[int, LocalPending] = {}
+        self.ordered: Callable[[Order], None] | None = None
+        self._token = token or ""
+        self._client = client
+        self._pins = pins
+        self._arenas = arenas
+        self._ids = count(1)
+        self._inbox = bytearray()
+        self._descriptors: deque[int] = deque()
+
+    def hello(self) -> bytes:
+        """What a new connection begins with."""
+        self.broken()
+        hello = Hello(PROTOCOL, self._token, self._client, self._pins.held(), list(self.outstanding))
+        return _framed(encoder.encode(Request(0, self._done_below(), 0.0, hello)))
+
+    def repeated(self) -> bytes:
+        """All requests in flight, to be sent after a new welcome."""
+        return b"".join(self._frame(pending) for pending in self.outstanding.values())
+
+    def request(self, body: RequestBody, timeout: float) -> tuple[LocalPending, bytes]:
+        """A request in flight and the bytes to send for it."""
+        pending = LocalPending(next(self._ids), body, encoded(body), deadline_of(timeout))
+        if self.failed is not None:
+            pending.outcome = self.failed.again()
+            return pending, b""
+        self.outstanding[pending.id] = pending
+        return pending, self.released() + self._frame(pending)
+
+    def released(self) -> bytes:
+        """What tells the controller of views that are gone; empty if none is."""
+        blocks = self._pins.taken()
+        return (
+            _framed(encoder.encode(Request(0, self._done_below(), 0.0, Release(blocks)))) if blocks else b""
+        )
+
+    def withdraw(self, pending: LocalPending) -> RequestBody | None:
+        """What to send so that an unwanted request has no effect."""
+        if self.outstanding.pop(pending.id, None) is not None:
+            return Cancel(pending.id)
+        if isinstance(pending.outcome, Answer):
+            leased = pending.outcome.body
+            self._pins.let_go(*(handle.block for handle in handles_of(leased)))
+            if isinstance(leased, Leased) and isinstance(pending.body, Fetch | FetchChosen):
+                return Nack(pending.body.partition, leased.lease)
+        return None
+
+    def overdue(self, pending: LocalPending) -> None:
+        """Ends a request whose deadline has passed without a word."""
+        if self.outstanding.pop(pending.id, None) is not None:
+            pending.outcome = Timeout(
+                f"the controller at {self.address} did not answer {type(pending.body).__name__} in time"
+            )
+
+    def _done_below(self) -> int:
+        return next(iter(self.outstanding), 0)
+
+    def _frame(self, pending: LocalPending) -> bytes:
+        timeout = max(0.0, pending.deadline - time.monotonic())
+        return _framed(encoder.encode((pending.id, self._done_below(), timeout, pending.data)))
+
+    def received(self, data: bytes, descriptors: list[int]) -> list[LocalPending]:
+        """Takes in what arrived; returns the requests it ended."""
+        self._descriptors.extend(descriptors)
+        inbox = self._inbox
+        inbox += data
+        ended: list[LocalPending] = []
+        at = 0
+        while len(inbox) - at >= 4:
+            (length,) = _LENGTH.unpack_from(inbox, at)
+            if length > MAX_HEADER_BYTES:
+                return ended + self.fail(Malformed(f"the controller announces a message of {length} bytes"))
+            if len(inbox) - at - 4 < length:
+                break
+            ended += self._message(bytes(inbox[at + 4 : at + 4 + length]))
+            at += 4 + length
+        del inbox[:at]
+        return ended
+
+    def _message(self, message: bytes) -> list[LocalPending]:
+        try:
+            reply = decode_reply(message)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            return self.fail(Malformed(f"{self.address} sent what is no reply ({error})"))
+        for here in reply.arenas:
+            self._arenas.add(here.arena, here.nbytes, self._descriptors.popleft())
+        body = reply.body
+        if isinstance(body, Welcome):
+            if self.welcome is not None and self.welcome.incarnation != body.incarnation:
+                return self.fail(replaced(self.address))
+            self.welcome = body
+            return []
+        if isinstance(body, Failure) and reply.id == 0:
+            return self.fail(named(body.kind, body.message, body.details))
+        if isinstance(body, Order):
+            if self.ordered is not None:
+                self.ordered(body)
+            return []
+        blocks = [handle.block for handle in handles_of(body)]
+        if blocks:
+            self._pins.received(blocks)
+        pending = self.outstanding.pop(reply.id, None)
+        if pending is None:
+            if blocks:
+                self._pins.let_go(*blocks)
+            return []
+        if isinstance(body, Failure):
+            pending.outcome = named(body.kind, body.message, body.details)
+        else:
+            pending.outcome = Answer(body)
+        return [pending]
+
+    def fail(self, error: QueueError, *, final: bool = True) -> list[LocalPending]:
+        """Ends all requests in flight; if `final`, also those to come."""
+        if final and self.failed is None:
+            self.failed = error
+        ended = list(self.outstanding.values())
+        self.outstanding.clear()
+        for pending in ended:
+            pending.outcome = error.again()
+        return ended
+
+    def broken(self) -> None:
+        """The connection has ended: what arrived of an unfinished message is void."""
+        self._inbox.clear()
+        while self._descriptors:
+            os.close(self._descriptors.popleft())
+
+
+def unreachable(address: str, seconds: float) -> ControllerLost:
+    return ControllerLost(
+        f"the controller at {address} cannot be reached since {seconds:g} s", address=address
+    )
+
+
+def replaced(address: str) -> ControllerLost:
+    return ControllerLost(
+        f"the controller at {address} was replaced by another that holds none of our samples",
+        address=address,
+    )
+
+
+def _framed(message: bytes) -> bytes:
+    return _LENGTH.pack(len(message)) + message
+
+
+def receive(connected: socket.socket) -> tuple[bytes, list[int]]:
+    """Some bytes and the descriptors beside them; no bytes at the end of the connection."""
+    data, ancillary, _, _ = connected.recvmsg(_RECEIVED, _DESCRIPTORS, socket.MSG_CMSG_CLOEXEC)
+    descriptors = array.array("i")
+    for level, kind, content in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            descriptors.frombytes(content[: len(content) - len(content) % 4])
+    return data, list(descriptors)
+
+
+def connected_to(name: str) -> socket.socket:
+    """A blocking socket connected to a local listener. OSError if there is none on this host."""
+    connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        connected.connect("\0" + name)
+    except OSError:
+        connected.close()
+        raise
+    return connected

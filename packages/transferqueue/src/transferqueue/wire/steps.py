@@ -1,0 +1,119 @@
+"""What a client does, step by step, without saying how it waits.
+
+An operation is a generator that yields the requests to send at once and is sent their answers; `run` drives
+it with blocking waits, `run_async` with awaits. The sync and the async client are thin layers over these.
+"""
+
+import time
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import QueueError
+from .channel import Answer, AwaitedChannel, BlockingChannel, Channel
+from .messages import RequestBody
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """One request to make: to whom, what, and until when (monotonic seconds)."""
+
+    peer: Any
+    body: RequestBody
+    deadline: float
+    payload: Any = None
+
+
+class Together(list[Exchange]):
+    """Requests of which each needs the others: when one fails the rest is given up, and the operation is sent
+    what became of every one, an `Answer` or a `QueueError`.
+    """
+
+
+type Steps[T] = Generator[Sequence[Exchange], list[Any], T]
+
+
+def run[T](channel: BlockingChannel, steps: Steps[T]) -> T:
+    """Drives an operation to its end, blocking the thread."""
+    answers: list[Any] | None = None
+    failure: BaseException | None = None
+    while True:
+        try:
+            exchanges = steps.throw(failure) if failure is not None else steps.send(answers)  # type: ignore[arg-type]
+        except StopIteration as finished:
+            return finished.value
+        pending: list[Any] = []
+        try:
+            _submit(channel, exchanges, pending)
+            answers, failure = [], None
+            for at, one in enumerate(pending):
+                try:
+                    answers.append(channel.result(one))
+                except QueueError as error:
+                    _failed(channel, exchanges, pending[at + 1 :])
+                    answers.append(_outcome(exchanges, error))
+        except QueueError as error:
+            failure = error
+        except BaseException:
+            _give_up(channel, pending)
+            steps.close()
+            raise
+
+
+async def run_async[T](channel: AwaitedChannel, steps: Steps[T]) -> T:
+    """Drives an operation to its end, awaiting its answers."""
+    answers: list[Any] | None = None
+    failure: BaseException | None = None
+    while True:
+        try:
+            exchanges = steps.throw(failure) if failure is not None else steps.send(answers)  # type: ignore[arg-type]
+        except StopIteration as finished:
+            return finished.value
+        pending: list[Any] = []
+        try:
+            _submit(channel, exchanges, pending)
+            answers, failure = [], None
+            for at, one in enumerate(pending):
+                try:
+                    answers.append(await channel.answer(one))
+                except QueueError as error:
+                    _failed(channel, exchanges, pending[at + 1 :])
+                    answers.append(_outcome(exchanges, error))
+        except QueueError as error:
+            failure = error
+        except BaseException:
+            _give_up(channel, pending)
+            steps.close()
+            raise
+
+
+def _submit(channel: Channel, exchanges: Sequence[Exchange], pending: list[Any]) -> None:
+    now = time.monotonic()
+    for one in exchanges:
+        timeout = max(0.0, one.deadline - now)
+        pending.append(channel.submit(one.peer, one.body, one.payload, timeout=timeout))
+
+
+def _failed(channel: Channel, exchanges: Sequence[Exchange], rest: list[Any]) -> None:
+    if isinstance(exchanges, Together):
+        _give_up(channel, rest)
+
+
+def _outcome(exchanges: Sequence[Exchange], error: QueueError) -> QueueError:
+    if isinstance(exchanges, Together):
+        return error
+    raise error
+
+
+def _give_up(channel: Channel, pending: list[Any]) -> None:
+    for one in pending:
+        channel.give_up(one)
+
+
+def expect[B](answer: Answer, kind: type[B]) -> B:
+    """The body of an answer, which must be of that kind."""
+    if not isinstance(answer.body, kind):
+        raise QueueError(
+            f"the server answered {type(answer.body).__name__} where {kind.__name__} was expected"
+        )
+    return answer.body
