@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import transferqueue as tq
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from transferqueue.values import frame
 from transferqueue.values.block import block_nbytes, is_checked, read_block, write_block
@@ -70,6 +70,7 @@ def test_a_block_needs_its_size_and_alignment() -> None:
             write_block(out, 7, layout, plans, checksum=False)
 
 
+@settings(deadline=None)
 @given(st.data())
 def test_a_damaged_block_is_refused(data: st.DataObject) -> None:
     """Any byte changed, any size claimed: an error of ours, or exactly what was written."""
@@ -85,6 +86,7 @@ def test_a_damaged_block_is_refused(data: st.DataObject) -> None:
     assert len(after) == len(before)  # a byte of a name, a flag or the padding
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=300))
 def test_any_bytes_are_refused(raw: bytes) -> None:
     memory = np.frombuffer(raw, np.uint8)

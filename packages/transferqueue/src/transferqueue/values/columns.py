@@ -2,17 +2,19 @@
 copy.
 """
 
+import math
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
 import numpy as np
+from msgspec.structs import replace
 
 from ..errors import InvalidArgument, SchemaMismatch
 from .column import Column, frozen
-from .spec import ColumnPlan, FieldSpec
+from .restoring import item_of as _item
+from .spec import FLAT, ColumnPlan, FieldSpec, Kind, Nesting
 
 __all__ = ["Column", "ColumnPlan", "FieldSpec", "Run", "assemble", "gather", "lay_out", "runs"]
 
@@ -52,10 +54,13 @@ def assemble(pieces: Sequence[Run], rows: int) -> Column:
     found = sum(stop - start for _, start, stop in pieces)
     if found != rows:
         raise InvalidArgument(f"the runs have {found} rows together where {rows} are expected")
-    if len(pieces) == 1:
+    spec = _common_spec(pieces)
+    flat = _flattened(pieces)
+    pieces = [run for run in flat if run[1] < run[2]] or [run for run in flat if run[0].spec == spec][:1]
+    if len(pieces) == 1 and pieces[0][0].spec == spec:
         column, start, stop = pieces[0]
         return column.slice(start, stop)
-    return _Joined(_common_spec(pieces), [run for run in _flattened(pieces) if run[1] < run[2]])
+    return _Joined(spec, pieces)
 
 
 class _Joined(Column):
@@ -78,6 +83,41 @@ class _Joined(Column):
         if self._whole is None:
             self._whole = lay_out(gather(self._pieces, self.spec))
         return self._whole
+
+    @property
+    def kind(self) -> Kind:
+        return _common_kind(self._pieces)
+
+    @property
+    def nesting(self) -> Nesting:
+        return _common_nesting(self._pieces)
+
+    @property
+    def shapes(self) -> np.ndarray | None:
+        return self._laid_out().shapes if self.spec.varying else None
+
+    @property
+    def row_shape(self) -> tuple[int, ...] | None:
+        shapes = {column.slice(start, stop).row_shape for column, start, stop in self._pieces}
+        if len(shapes) != 1:
+            return None if shapes else self._laid_out().row_shape
+        return shapes.pop()
+
+    def pieces(self) -> list[Column]:
+        return [column.slice(start, stop) for column, start, stop in self._pieces]
+
+    def without_index(self) -> Column:
+        return self._laid_out().without_index()
+
+    def _array(self, copy: bool) -> np.ndarray:
+        if self.index is not None or (self._whole is not None and not copy):
+            return self._laid_out()._array(copy)
+        plan = gather(self._pieces, self.spec)
+        if not copy:
+            return self._laid_out().values
+        values = np.empty((plan.total, *plan.spec.step), plan.spec.stored)
+        plan.fill(values)
+        return values
 
     @property
     def values(self) -> np.ndarray:
@@ -144,18 +184,59 @@ class _Joined(Column):
 
 
 def _common_spec(pieces: Sequence[Run], spec: FieldSpec | None = None) -> FieldSpec:
-    if spec is None:
-        specs = (column.spec for column, _, _ in pieces if column.spec.dtype != "none")
-        spec = next(specs, FieldSpec("none"))
+    """The spec that all columns fit; a dimension that is free in one is free in all."""
     for column, _, _ in pieces:
-        if column.spec != spec and column.spec.dtype != "none":
+        other = column.spec
+        if other == spec or other.dtype == "none":
+            continue
+        joined = other if spec is None else _joined_spec(spec, other)
+        if joined is None:
             raise SchemaMismatch(
-                f"rows of {column.spec} and of {spec} cannot be joined; the field was updated with both",
+                f"rows of {other} and of {spec} cannot be joined; the field was updated with both",
                 field="",
-                got=str(column.spec),
+                got=str(other),
                 expected=str(spec),
             )
-    return spec
+        spec = joined
+    return spec or FieldSpec("none")
+
+
+def _joined_spec(one: FieldSpec, other: FieldSpec) -> FieldSpec | None:
+    if one.accepts(other):
+        return one
+    if other.accepts(one):
+        return other
+    if one.varying and other.varying:
+        free = FieldSpec(
+            one.dtype,
+            tuple(a if a == b else -1 for a, b in zip(one.trailing, other.trailing, strict=False)),
+        )
+        return free if free.accepts(one) and free.accepts(other) else None
+    return None
+
+
+def _common_kind(pieces: Sequence[Run]) -> Kind:
+    """The kind of all pieces that have values; where they differ, a list of what holds them all."""
+    kinds = list(dict.fromkeys(column.kind for column, _, _ in pieces if column.dtype != "none"))
+    if len(kinds) == 1 and kinds[0].container in ("list", "tuple", "objects"):
+        return kinds[0]
+    missing = any(column.dtype == "none" for column, _, _ in pieces)
+    if len(kinds) == 1 and not missing:
+        return kinds[0]
+    if not kinds:
+        return pieces[0][0].kind if pieces else Kind("list", "python")
+    containers = {kind.container for kind in kinds}
+    if containers <= {"tensor", "nested"} and not missing and all(kind.ragged == 1 for kind in kinds):
+        return Kind("nested", "tensor")
+    items = {_item(column) for column, _, _ in pieces if column.dtype != "none"}
+    ranked = ("tensor", "array", "scalar", "bytearray", "python")
+    item = next(item for item in ranked if item in items)
+    return Kind("list", "python" if item == "bytearray" and len(items) > 1 else item)
+
+
+def _common_nesting(pieces: Sequence[Run]) -> Nesting:
+    found = {column.nesting for column, _, _ in pieces}
+    return found.pop() if len(found) == 1 else FLAT
 
 
 def _flattened(pieces: Sequence[Run]) -> list[Run]:
@@ -180,51 +261,69 @@ def gather(pieces: Sequence[Run], spec: FieldSpec | None = None) -> ColumnPlan:
     pieces = _flattened(pieces)
     if any(column.index is not None for column, _, _ in pieces):
         return _gather_shared(pieces, spec)
+    total = sum(stop - start for _, start, stop in pieces)
     parts: list[np.ndarray] = []
     valid: np.ndarray | None = None
-    total = sum(stop - start for _, start, stop in pieces)
+    steps = None if spec.scalar else np.zeros(total + 1, np.int64)
+    shapes = np.zeros((total, 1 + len(spec.trailing)), np.int64) if spec.varying else None
     at = 0
     for column, start, stop in pieces:
-        part, part_valid = _piece(column, start, stop, spec)
-        parts.append(part)
-        if part_valid is not None:
+        end = at + stop - start
+        column, start, stop = _as_spec(column, start, stop, spec)
+        if column.valid is not None:
             valid = np.ones(total, bool) if valid is None else valid
-            valid[at : at + stop - start] = part_valid
-        at += stop - start
+            valid[at:end] = column.valid[start:stop]
+        if column._offsets is None:
+            step = column._length or 1
+            parts.append(column.values[start * step : stop * step])
+            if steps is not None:
+                steps[at + 1 : end + 1] = step
+        else:
+            offsets = column._offsets
+            parts.append(column.values[offsets[start] : offsets[stop]])
+            if steps is not None:
+                np.subtract(offsets[start + 1 : stop + 1], offsets[start:stop], out=steps[at + 1 : end + 1])
+        if shapes is not None and column.shapes is not None:
+            shapes[at:end] = column.shapes[start:stop]
+        at = end
     if valid is not None and valid.all():
         valid = None
-    length = None if spec.scalar or not pieces else pieces[0][0]._length
-    if length and all(column._length == length for column, _, _ in pieces):
-        return ColumnPlan(spec, parts, total * length, total, None, valid, None, length)
-    offsets = None
-    if not spec.scalar:
-        offsets = np.zeros(total + 1, np.int64)
-        at = 0
-        for column, start, stop in pieces:  # the stored lengths: a None row may have had a value
-            if column.dtype != "none":
-                np.subtract(
-                    column.offsets[start + 1 : stop + 1],
-                    column.offsets[start:stop],
-                    out=offsets[at + 1 : at + 1 + stop - start],
-                )
-            at += stop - start
-        np.cumsum(offsets, out=offsets)
-    return ColumnPlan(spec, parts, sum(map(len, parts)), total, offsets, valid, None)
+    length = pieces[0][0]._length if pieces and not spec.varying else None
+    if length is not None and any(column._length != length for column, _, _ in pieces):
+        length = None
+    return ColumnPlan(
+        spec,
+        parts,
+        sum(map(len, parts)),
+        total,
+        None if steps is None or length else np.cumsum(steps, out=steps),
+        valid,
+        length=length,
+        shapes=shapes,
+        kind=_common_kind(pieces),
+        nesting=_common_nesting(pieces),
+    )
 
 
-def _piece(column: Column, start: int, stop: int, spec: FieldSpec) -> tuple[np.ndarray, np.ndarray | None]:
-    """Values and valid (None if all are) of some rows."""
-    rows = stop - start
+def _as_spec(column: Column, start: int, stop: int, spec: FieldSpec) -> Run:
+    """The same rows as a column laid out as `spec` has it, on the same memory."""
     if column.spec.dtype == "none" and spec.dtype != "none":
-        values = np.zeros((rows if spec.scalar else 0, *spec.trailing), spec.stored)
-        return values, np.zeros(rows, bool)
-    valid = None if column.valid is None else column.valid[start:stop]
-    if spec.scalar:
-        return column.values[start:stop], valid
-    if column._length is not None:
-        return column.values[start * column._length : stop * column._length], valid
-    offsets = column.offsets
-    return column.values[offsets[start] : offsets[stop]], valid
+        rows = stop - start
+        values = np.zeros((rows if spec.scalar else 0, *spec.step), spec.stored)
+        offsets = None if spec.scalar else np.zeros(rows + 1, np.int64)
+        shapes = np.zeros((rows, 1 + len(spec.trailing)), np.int64) if spec.varying else None
+        return Column(spec, values, offsets, np.zeros(rows, bool), shapes=shapes), 0, rows
+    if spec.varying and not column.spec.varying:
+        rows = stop - start
+        part = column.slice(start, stop)
+        lengths = np.diff(part.offsets)
+        shapes = np.empty((rows, 1 + len(spec.trailing)), np.int64)
+        shapes[:, 0] = lengths
+        shapes[:, 1:] = part.spec.trailing
+        offsets = part.offsets * math.prod(part.spec.trailing)
+        flat = Column(spec, part.values.reshape(-1), offsets, part.valid, shapes=shapes)
+        return flat, 0, rows
+    return column, start, stop
 
 
 def _gather_shared(pieces: Sequence[Run], spec: FieldSpec) -> ColumnPlan:
@@ -232,25 +331,33 @@ def _gather_shared(pieces: Sequence[Run], spec: FieldSpec) -> ColumnPlan:
     taken: dict[tuple[int, int], int] = {}
     stored: list[tuple[Column, int]] = []
     index: list[int] = []
-    bares: dict[int, Column] = {}
+    bare = {id(column): column.without_index() for column, _, _ in pieces}
     for column, start, stop in pieces:
-        bare = bares.get(id(column))
-        if bare is None:
-            bare = column
-            if column.index is not None:
-                bare = Column(column.spec, column.values, column._offsets, column.valid, None, column._length)
-            bares[id(column)] = bare
-        for row in range(start, stop):
-            at = row if column.index is None else int(column.index[row])
-            if at >= 0 and (id(column), at) not in taken:
-                taken[id(column), at] = len(stored)
-                stored.append((bare, at))
-            index.append(taken[id(column), at] if at >= 0 else -1)
-    return replace(gather(list(runs(stored)), spec), index=np.asarray(index, np.int64))
+        rows = range(start, stop) if column.index is None else column.index[start:stop].tolist()
+        for at in rows:
+            key = (id(column), at)
+            if at >= 0 and key not in taken:
+                taken[key] = len(stored)
+                stored.append((bare[id(column)], at))
+            index.append(taken[key] if at >= 0 else -1)
+    plan = gather(list(runs(stored)), spec)
+    return replace(
+        plan, index=np.asarray(index, np.int64), kind=_common_kind(pieces), nesting=_common_nesting(pieces)
+    )
 
 
 def lay_out(plan: ColumnPlan) -> Column:
     """The column a plan describes, in arrays of its own."""
-    values = np.empty((plan.total, *plan.spec.trailing), plan.spec.stored)
+    values = np.empty((plan.total, *plan.spec.step), plan.spec.stored)
     plan.fill(values)
-    return Column(plan.spec, frozen(values), plan.offsets, plan.valid, plan.index, plan.length)
+    return Column(
+        plan.spec,
+        frozen(values),
+        plan.offsets,
+        plan.valid,
+        plan.index,
+        plan.length,
+        shapes=plan.shapes,
+        kind=plan.kind,
+        nesting=plan.nesting,
+    )

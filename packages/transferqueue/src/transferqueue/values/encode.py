@@ -3,38 +3,58 @@ None.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass
 from functools import lru_cache
+from operator import attrgetter
 from typing import Any
 
-import msgspec
 import numpy as np
+from msgspec.structs import replace
 
 from ..errors import InvalidArgument, SchemaMismatch
-from .column import torch_if_loaded
-from .spec import NUMERIC, ColumnPlan, FieldSpec
+from . import tensors
+from .copying import torch_if_loaded
+from .plain import pack_all
+from .ragged import disagreement, offsets_of, plan_ragged, plan_scalars, plan_varying
+from .spec import BITS, NUMERIC, ColumnPlan, FieldSpec, Kind, Nesting
 
 Fields = Mapping[str, Any]
 Shared = Mapping[str, tuple[Any, Sequence[int | None]]]
+
+_dtype, _ndim, _shape = attrgetter("dtype"), attrgetter("ndim"), attrgetter("shape")
+
+
+@dataclass(frozen=True, slots=True)
+class Varying:
+    """Rows whose every dimension may differ from put to put, as images: ``put({"image": Varying(rows)})``.
+
+    Without it the first put of a field fixes the trailing shape of its rows, unless they differ among
+    themselves; a dimension in which they do stays free.
+
+    Attributes:
+        rows: arrays or tensors of one dtype and number of dimensions, 1 or more.
+    """
+
+    rows: Any
 
 
 def plan_fields(fields: Fields, shared: Shared | None = None) -> tuple[int, dict[str, ColumnPlan]]:
     """One plan a field, and the number of rows.
 
     Args:
-        fields: name -> rows. An array or tensor ``[rows, ...]``; or a sequence of one value a row: arrays
-            ``[length, *trailing]``, numbers, str, bytes, None, and anything else msgspec can pack (lists,
-            dicts). A mapping flattens to sub-columns ``name/key``.
+        fields: name -> rows. An array or tensor ``[rows, ...]``, a torch nested tensor; or a sequence of one
+            value a row: arrays ``[length, *trailing]``, numbers, str, bytes, None, and anything else msgspec
+            can pack (lists, dicts, with arrays in them or not). A mapping flattens to sub-columns
+            ``name/key``; a tensordict is a mapping.
         shared: name -> (stored rows, index): values that several rows have in common; ``index[i]`` is the
             stored row of row i, None or -1 for none.
 
     Raises:
         InvalidArgument: no fields, different numbers of rows, or a value that cannot be stored.
-        SchemaMismatch: the rows of one field do not agree on dtype and trailing shape.
+        SchemaMismatch: the rows of one field do not agree on dtype and number of dimensions.
     """
     plans: dict[str, ColumnPlan] = {}
-    for name, values in _flat(fields):
-        _add(plans, name, plan_column(name, values))
+    _flatten(fields, "", (), (), plans)
     for name, (values, index) in (shared or {}).items():
         _add(plans, name, _plan_shared(name, values, index))
     if not plans:
@@ -54,151 +74,214 @@ def _add(plans: dict[str, ColumnPlan], name: str, plan: ColumnPlan) -> None:
     plans[name] = plan
 
 
-def _flat(fields: Fields, prefix: str = "") -> list[tuple[str, Any]]:
-    flat: list[tuple[str, Any]] = []
-    for key, value in fields.items():
+def _flatten(
+    fields: Fields, prefix: str, splits: tuple[int, ...], outer: tuple[int, ...], plans: dict[str, ColumnPlan]
+) -> None:
+    is_tensordict = tensors.is_tensordict(fields)
+    levels = (*outer, len(fields.batch_size) if is_tensordict else 0)  # type: ignore[attr-defined]
+    nesting = Nesting(splits, levels)
+    for key, value in tensors.tensordict_items(fields) if is_tensordict else fields.items():
         if not isinstance(key, str) or not key:
             raise InvalidArgument(f"a field name must be a non-empty str, got {key!r}")
         name = prefix + key
-        flat.extend(_flat(value, name + "/") if isinstance(value, Mapping) else [(name, value)])
-    return flat
+        if isinstance(value, Mapping):
+            _flatten(value, name + "/", (*splits, len(name)), levels, plans)
+            continue
+        plan = plan_column(name, value)
+        if levels != (0,):
+            plan = replace(plan, nesting=nesting)
+        _add(plans, name, plan)
 
 
 def plan_column(name: str, values: Any) -> ColumnPlan:
     """The plan of one field; see `plan_fields` for what `values` may be."""
-    array = _as_array(name, values)
-    if array is not None:
-        if array[1].ndim == 0:
-            raise InvalidArgument(
-                f"field {name!r} is one scalar; give one value a row: a sequence or an array [rows]"
-            )
-        return _plan_stacked(*array)
-    if isinstance(values, str | bytes | bytearray | memoryview) or not isinstance(
-        values, Sequence | np.ndarray
-    ):
+    if isinstance(values, np.ndarray):
+        return _plan_array(name, values)
+    torch = torch_if_loaded()
+    if torch is not None and isinstance(values, torch.Tensor):
+        return tensors.plan_tensor(name, values)
+    if isinstance(values, Varying):
+        return _plan_varying(name, values.rows)
+    if isinstance(values, tensors.Constant):
+        return replace(_plan_rows(name, values.rows()), kind=Kind("constant", "python"))
+    if isinstance(values, np.generic):
+        raise InvalidArgument(
+            f"field {name!r} is one scalar; give one value a row: a sequence or an array [rows]"
+        )
+    if isinstance(values, str | bytes | bytearray | memoryview) or not isinstance(values, Sequence):
         raise InvalidArgument(
             f"field {name!r} is a {type(values).__name__}; give a sequence with one value a row, or an array "
             "[rows, ...]"
         )
-    rows = values.tolist() if isinstance(values, np.ndarray) else list(values)
-    return _plan_rows(name, rows)
+    plan = _plan_rows(name, values)
+    return replace(plan, kind=Kind("tuple", plan.kind.item)) if isinstance(values, tuple) else plan
 
 
-def _plan_stacked(dtype: str, array: np.ndarray) -> ColumnPlan:
-    rows = array.shape[0]
+def _plan_array(name: str, values: np.ndarray) -> ColumnPlan:
+    if values.ndim == 0:
+        raise InvalidArgument(
+            f"field {name!r} is one scalar; give one value a row: a sequence or an array [rows]"
+        )
+    if values.dtype.kind in "OUS":
+        if values.ndim > 1:
+            raise InvalidArgument(
+                f"field {name!r} is an array of {values.dtype} with {values.ndim} dimensions; only numbers "
+                "may have more than one, give a list of lists"
+            )
+        plan = _plan_rows(name, values.tolist())
+        container = "objects" if values.dtype.kind == "O" else "array"
+        return replace(plan, kind=Kind(container, plan.kind.item))
+    dtype, array = _stored(name, values)
+    rows = len(array)
     if array.ndim == 1:
-        return ColumnPlan(FieldSpec(dtype, (), True), [array], rows, rows, None, None, None)
+        return ColumnPlan(FieldSpec(dtype, (), True), [array], rows, rows, None, None, kind=_ARRAYS)
     length, trailing = array.shape[1], array.shape[2:]
-    flat = array.reshape(rows * length, *trailing)
     offsets = None if length else np.zeros(rows + 1, np.int64)
     return ColumnPlan(
-        FieldSpec(dtype, trailing), [flat], rows * length, rows, offsets, None, None, length or None
+        FieldSpec(dtype, trailing),
+        [array],
+        rows * length,
+        rows,
+        offsets,
+        None,
+        length=length or None,
+        kind=_ARRAYS,
     )
 
 
-def _plan_rows(name: str, rows: list[Any]) -> ColumnPlan:
+_ARRAYS, _LIST_OF_ARRAYS = Kind("array", "array"), Kind("list", "array")
+_LIST_OF_PYTHON, _LIST_OF_SCALARS = Kind("list", "python"), Kind("list", "scalar")
+
+
+def _plan_rows(name: str, rows: Sequence[Any]) -> ColumnPlan:
     kinds = set(map(type, rows))
+    count = len(rows)
     valid = None
     present = rows
     if type(None) in kinds:
         kinds.discard(type(None))
-        valid = np.fromiter((row is not None for row in rows), bool, len(rows))
+        valid = np.fromiter((row is not None for row in rows), bool, count)
         present = [row for row in rows if row is not None]
     if not kinds:
-        mask = np.zeros(len(rows), bool) if rows else None
-        return ColumnPlan(FieldSpec("none"), [], 0, len(rows), np.zeros(len(rows) + 1, np.int64), mask, None)
-    if kinds <= {bool} or kinds <= {int, float} or kinds <= {complex}:
-        return _plan_scalars(name, _numbers(name, present), len(rows), valid)
-    if kinds == {str}:
-        return _plan_bytes("str", [row.encode() for row in present], len(rows), valid)
-    if kinds <= {bytes, bytearray, memoryview}:
-        return _plan_bytes("bytes", [bytes(row) for row in present], len(rows), valid)
-    arrays = [_as_array(name, row) for row in present]
-    found = [array for array in arrays if array is not None]
-    if len(found) == len(arrays):
-        return _plan_arrays(name, found, len(rows), valid)
-    if found:
+        mask = np.zeros(count, bool) if rows else None
+        return ColumnPlan(
+            FieldSpec("none"), [], 0, count, np.zeros(count + 1, np.int64), mask, kind=_LIST_OF_PYTHON
+        )
+    if kinds == _NDARRAY:
+        return _plan_arrays(name, present, count, valid)
+    if kinds <= _BOOL or kinds <= _REAL or kinds <= _COMPLEX:
+        return plan_scalars(*_numbers(name, kinds, present), count, valid, _LIST_OF_PYTHON)
+    if all(issubclass(kind, str) for kind in kinds):
+        return _plan_bytes("str", list(map(str.encode, present)), count, valid, "python")
+    if kinds <= _BYTES:
+        item = "bytearray" if kinds == {bytearray} else "python"
+        return _plan_bytes("bytes", list(map(bytes, present)), count, valid, item)
+    torch = torch_if_loaded()
+    if torch is not None and any(issubclass(kind, torch.Tensor) for kind in kinds):
+        if all(issubclass(kind, torch.Tensor) for kind in kinds):
+            return tensors.plan_tensors(name, present, count, valid)
+        if all(issubclass(kind, np.ndarray | np.generic | torch.Tensor) for kind in kinds):
+            present = [row if isinstance(row, torch.Tensor) else _as_tensor(name, row) for row in present]
+            return tensors.plan_tensors(name, present, count, valid)
+    if all(issubclass(kind, np.ndarray | np.generic) for kind in kinds):
+        if all(issubclass(kind, np.generic) for kind in kinds):
+            present = [np.asarray(row) for row in present]
+            return replace(_plan_arrays(name, present, count, valid), kind=_LIST_OF_SCALARS)
+        return _plan_arrays(name, [np.asanyarray(row) for row in present], count, valid)
+    if any(_is_array(kind) for kind in kinds):
         raise SchemaMismatch(
             f"field {name!r} mixes arrays with other rows ({', '.join(sorted(k.__name__ for k in kinds))})",
             field=name,
             got="mixed rows",
             expected="one kind of row",
         )
-    try:
-        packed = [msgspec.msgpack.encode(row) for row in present]
-    except (TypeError, OverflowError) as error:
-        raise InvalidArgument(
-            f"field {name!r} has a row that is neither array, number, text, bytes nor plain data: {error}"
-        ) from error
-    return _plan_bytes("data", packed, len(rows), valid)
+    return _plan_bytes("data", pack_all(name, list(present)), count, valid, "python")
 
 
-def _numbers(name: str, rows: list[Any]) -> tuple[str, np.ndarray]:
+_NDARRAY = {np.ndarray}
+_BOOL, _REAL, _COMPLEX, _BYTES = {bool}, {int, float}, {complex}, {bytes, bytearray, memoryview}
+
+
+def _is_array(kind: type) -> bool:
+    torch = torch_if_loaded()
+    return issubclass(kind, np.ndarray | np.generic) or (torch is not None and issubclass(kind, torch.Tensor))
+
+
+def _as_tensor(name: str, row: np.ndarray | np.generic) -> Any:
+    dtype, array = _stored(name, np.asarray(row))
+    return tensors.from_bits(np.ascontiguousarray(array), dtype)
+
+
+def _numbers(name: str, kinds: set[type], rows: Sequence[Any]) -> tuple[str, np.ndarray]:
+    wanted = np.bool_ if kinds == _BOOL else complex if kinds == _COMPLEX else np.int64
+    if float in kinds:
+        wanted = np.float64
+        if int in kinds and any(type(row) is int and abs(row) > 1 << 53 for row in rows):
+            raise InvalidArgument(
+                f"field {name!r} mixes floats with an int beyond 2**53, which a float cannot hold"
+            )
     try:
-        kind = (
-            type(rows[0])
-            if type(rows[0]) in (bool, complex)
-            else float
-            if float in map(type, rows)
-            else np.int64
-        )
-        array = np.asarray(rows, kind)
+        array = np.asarray(rows, wanted)
     except OverflowError as error:
         raise InvalidArgument(f"field {name!r} has an int beyond 64 bits; store it as str") from error
     return array.dtype.name, array
 
 
-def _plan_scalars(
-    name: str, found: tuple[str, np.ndarray], rows: int, valid: np.ndarray | None
-) -> ColumnPlan:
-    dtype, values = found
-    if valid is not None:
-        full = np.zeros(rows, values.dtype)
-        full[valid] = values
-        values = full
-    return ColumnPlan(FieldSpec(dtype, (), True), [values], rows, rows, None, valid, None)
-
-
-def _plan_bytes(dtype: str, rows: list[bytes], count: int, valid: np.ndarray | None) -> ColumnPlan:
+def _plan_bytes(dtype: str, rows: list[bytes], count: int, valid: np.ndarray | None, item: str) -> ColumnPlan:
     values = np.frombuffer(b"".join(rows), np.uint8)
-    return ColumnPlan(
-        FieldSpec(dtype), [values], len(values), count, _offsets(list(map(len, rows)), valid), valid, None
-    )
+    offsets = offsets_of(list(map(len, rows)), valid)
+    return ColumnPlan(FieldSpec(dtype), [values], len(values), count, offsets, valid, kind=Kind("list", item))
 
 
 def _plan_arrays(
-    name: str, arrays: list[tuple[str, np.ndarray]], rows: int, valid: np.ndarray | None
+    name: str, arrays: Sequence[np.ndarray], rows: int, valid: np.ndarray | None, *, varying: bool = False
 ) -> ColumnPlan:
-    dtype, first = arrays[0]
-    for other, array in arrays:
-        if other != dtype or array.ndim != first.ndim or array.shape[1:] != first.shape[1:]:
-            expected, got = (
-                FieldSpec(kind, a.shape[1:], a.ndim == 0) for kind, a in (arrays[0], (other, array))
-            )
-            raise SchemaMismatch(
-                f"field {name!r} has rows of {got} beside rows of {expected}; all rows need one dtype and "
-                "trailing shape",
-                field=name,
-                got=str(got),
-                expected=str(expected),
-            )
-    values = [array for _, array in arrays]
-    if first.ndim == 0:
-        return _plan_scalars(name, (dtype, np.stack(values)), rows, valid)
-    lengths = [len(array) for array in values]
-    return ColumnPlan(
-        FieldSpec(dtype, first.shape[1:]), values, sum(lengths), rows, _offsets(lengths, valid), valid, None
-    )
+    dtypes = set(map(_dtype, arrays))
+    if len(dtypes) == 1 and not dtypes.isdisjoint(_AS_THEY_ARE):
+        dtype = _stored_name(arrays[0].dtype)
+    else:
+        stored = [_stored(name, array) for array in arrays]
+        dtype = stored[0][0]
+        if any(other != dtype for other, _ in stored):
+            raise disagreement(name, [(other, array.shape) for other, array in stored])
+        arrays = [array for _, array in stored]
+    if len(set(map(_ndim, arrays))) > 1:
+        raise disagreement(name, [(dtype, array.shape) for array in arrays])
+    ndim = arrays[0].ndim
+    if ndim == 0:
+        return plan_scalars(dtype, np.stack(arrays), rows, valid, _LIST_OF_ARRAYS)
+    if ndim == 1:
+        return plan_ragged(dtype, (), arrays, list(map(len, arrays)), rows, valid, _LIST_OF_ARRAYS)
+    shapes = list(map(_shape, arrays))
+    if varying or len({shape[1:] for shape in shapes}) > 1:
+        flat = [array.reshape(-1) for array in arrays]
+        trailing = (-1,) * (ndim - 1) if varying else None
+        return plan_varying(dtype, shapes, flat, rows, valid, _LIST_OF_ARRAYS, trailing=trailing)
+    lengths = [shape[0] for shape in shapes]
+    return plan_ragged(dtype, shapes[0][1:], arrays, lengths, rows, valid, _LIST_OF_ARRAYS)
 
 
-def _offsets(lengths: list[int], valid: np.ndarray | None) -> np.ndarray:
-    if valid is None:
-        offsets = np.zeros(len(lengths) + 1, np.int64)
-        np.cumsum(lengths, out=offsets[1:])
-        return offsets
-    full = np.zeros(len(valid), np.int64)
-    full[valid] = lengths
-    return np.concatenate([np.zeros(1, np.int64), np.cumsum(full)])
+def _plan_varying(name: str, values: Any) -> ColumnPlan:
+    torch = torch_if_loaded()
+    is_tensor = torch is not None and isinstance(values, torch.Tensor)
+    if not is_tensor and not isinstance(values, np.ndarray | Sequence):
+        raise InvalidArgument(
+            f"field {name!r}: the rows of Varying are a {type(values).__name__}, not a sequence"
+        )
+    rows = list(values)
+    present = [row for row in rows if row is not None]
+    valid = None
+    if len(present) < len(rows):
+        valid = np.fromiter((row is not None for row in rows), bool, len(rows))
+    kind = Kind("tensor" if is_tensor else "array" if isinstance(values, np.ndarray) else "list")
+    if present and torch is not None and all(isinstance(row, torch.Tensor) for row in present):
+        plan = tensors.plan_tensors(name, present, len(rows), valid, varying=True)
+        return replace(plan, kind=Kind(kind.container, "tensor"))
+    if not present or not all(isinstance(row, np.ndarray) for row in present):
+        raise InvalidArgument(
+            f"field {name!r}: the rows of Varying must be arrays or tensors, and one at least"
+        )
+    return replace(_plan_arrays(name, present, len(rows), valid, varying=True), kind=kind)
 
 
 def _plan_shared(name: str, values: Any, index: Sequence[int | None]) -> ColumnPlan:
@@ -211,33 +294,23 @@ def _plan_shared(name: str, values: Any, index: Sequence[int | None]) -> ColumnP
     return replace(plan, index=rows)
 
 
-def _as_array(name: str, value: Any) -> tuple[str, np.ndarray] | None:
-    """The dtype name and a numpy array of native byte order, or None if `value` is no numeric array."""
-    torch = torch_if_loaded()
-    if torch is not None and isinstance(value, torch.Tensor):
-        tensor = value.detach().cpu()
-        if tensor.dtype == torch.bfloat16:
-            return "bfloat16", tensor.contiguous().view(torch.uint16).numpy()
-        try:
-            value = tensor.numpy()
-        except TypeError as error:
-            raise InvalidArgument(
-                f"field {name!r}: {tensor.dtype} cannot be stored; convert it first"
-            ) from error
-    if not isinstance(value, np.ndarray | np.generic):
-        return None
-    array = np.asarray(value)
-    dtype = _stored_dtype(array.dtype)
-    if dtype is None:
-        return None
-    if dtype == "bfloat16":
-        return dtype, array.view(np.uint16)
+# numpy takes microseconds to name a dtype
+_AS_THEY_ARE = frozenset(np.dtype(name) for name in NUMERIC)
+
+
+def _stored(name: str, array: np.ndarray) -> tuple[str, np.ndarray]:
+    """The dtype's name and the array as it is stored; of any byte order, for the copy corrects that."""
+    dtype = _stored_name(array.dtype)
+    if isinstance(array, np.ma.MaskedArray):
+        raise InvalidArgument(f"field {name!r} has a masked array; give None for a row without a value")
+    if dtype in BITS:
+        return dtype, array.view(BITS[dtype])
     if dtype not in NUMERIC:
-        raise InvalidArgument(f"field {name!r} has dtype {dtype}; supported: {', '.join(sorted(NUMERIC))}")
-    return dtype, array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
+        supported = ", ".join(sorted(NUMERIC | BITS.keys()))
+        raise InvalidArgument(f"field {name!r} has dtype {dtype}; supported: {supported}")
+    return dtype, array
 
 
 @lru_cache(maxsize=256)
-def _stored_dtype(dtype: np.dtype[Any]) -> str | None:
-    """The name of a dtype, None for those that hold text or objects (numpy takes microseconds to tell)."""
-    return None if dtype.kind in "OUS" else dtype.name  # "bfloat16" where ml_dtypes has registered it
+def _stored_name(dtype: np.dtype[Any]) -> str:
+    return dtype.name  # "bfloat16" where ml_dtypes has registered it

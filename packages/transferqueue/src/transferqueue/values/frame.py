@@ -1,13 +1,14 @@
 """The jagged frame: all columns of a batch in one buffer, and the description that travels beside it.
 
-Every column is up to four sections, each starting at a multiple of 64 bytes: values, offsets (int64), valid
-(one byte a row), index (int64). Where they start follows from their sizes, so the description holds counts
-and no positions. A decoder trusts nothing: every size is derived, bounded by the buffer, and the offsets are
-checked before use.
+Every column is up to five sections, each starting at a multiple of 64 bytes: values, offsets (int64), shapes
+(int64, of rows that differ in several dimensions), valid (one byte a row), index (int64). Where they start
+follows from their sizes, so the description holds counts and no positions. A decoder trusts nothing: every
+size is derived, bounded by the buffer, and offsets, shapes, mask and index are checked before use.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import msgspec
@@ -16,7 +17,7 @@ import xxhash
 
 from ..errors import Corrupt
 from .column import Column
-from .spec import DTYPES, ColumnPlan, FieldSpec, row_nbytes
+from .spec import BYTES, CONTAINERS, DTYPES, FLAT, ITEMS, ColumnPlan, FieldSpec, Kind, Nesting, row_nbytes
 
 ALIGNMENT = 64
 
@@ -31,6 +32,8 @@ class ColumnHeader(msgspec.Struct, frozen=True, array_like=True):
     has_valid: bool
     shared: bool
     length: int | None = None
+    kind: Kind = Kind()
+    nesting: Nesting = FLAT
 
 
 class FrameHeader(msgspec.Struct, frozen=True, array_like=True):
@@ -54,7 +57,10 @@ class FrameLayout:
 
     header: FrameHeader
     nbytes: int
-    _sizes: list[tuple[int, int, int, int]]  # a column: bytes of values, offsets, valid, index
+    _sizes: list["_Sizes"]
+
+
+_Sizes = tuple[int, int, int, int, int]  # of a column: bytes of values, offsets, shapes, valid, index
 
 
 def aligned(nbytes: int) -> int:
@@ -62,11 +68,12 @@ def aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
-def _sections(header: ColumnHeader, rows: int) -> tuple[int, int, int, int]:
-    """Bytes of values, offsets, valid and index."""
+def _sections(header: ColumnHeader, rows: int) -> _Sizes:
+    spec = header.spec
     return (
-        row_nbytes(header.spec) * header.total,
-        0 if header.spec.scalar or header.length is not None else 8 * (header.stored + 1),
+        row_nbytes(spec) * header.total,
+        0 if spec.scalar or header.length is not None else 8 * (header.stored + 1),
+        8 * header.stored * (1 + len(spec.trailing)) if spec.varying else 0,
         header.stored if header.has_valid else 0,
         8 * rows if header.shared else 0,
     )
@@ -83,6 +90,8 @@ def layout(rows: int, plans: Mapping[str, ColumnPlan]) -> FrameLayout:
             plan.valid is not None,
             plan.index is not None,
             plan.length,
+            plan.kind,
+            plan.nesting,
         )
         for name, plan in plans.items()
     ]
@@ -102,12 +111,11 @@ def write(layout: FrameLayout, plans: Mapping[str, ColumnPlan], out: np.ndarray)
             a large part holds no GIL.
     """
     at = 0
-    for (values, offsets, valid, index), plan in zip(layout._sizes, plans.values(), strict=True):
+    for (values, *others), plan in zip(layout._sizes, plans.values(), strict=True):
         if values:
-            spec = plan.spec
-            plan.fill(np.ndarray((plan.total, *spec.trailing), spec.stored, out, at))
+            plan.fill(np.ndarray((plan.total, *plan.spec.step), plan.spec.stored, out, at))
             at = _close(out, at, values)
-        for nbytes, section in ((offsets, plan.offsets), (valid, plan.valid), (index, plan.index)):
+        for nbytes, section in zip(others, (plan.offsets, plan.shapes, plan.valid, plan.index), strict=True):
             if nbytes and section is not None:
                 np.ndarray(section.shape, section.dtype, out, at)[...] = section
                 at = _close(out, at, nbytes)
@@ -164,14 +172,19 @@ def decode(header: FrameHeader, payload: Any, *, verify: bool = True) -> dict[st
     return columns
 
 
-def _checked(column: ColumnHeader, rows: int, left: int) -> tuple[int, int, int, int]:
-    spec = column.spec
+def _checked(column: ColumnHeader, rows: int, left: int) -> _Sizes:
+    spec, kind = column.spec, column.kind
     counts = (rows, column.total, column.stored, *spec.trailing)
-    sane = spec.dtype in DTYPES and min(counts) >= 0 and max(counts) < 1 << 48 and len(counts) <= 32
+    sane = spec.dtype in DTYPES and min(rows, column.total, column.stored) >= 0
+    sane = sane and min(counts) >= -1 and max(counts) < 1 << 48 and len(counts) <= 32
     sane = sane and not (spec.scalar and (spec.trailing or column.total != column.stored))
+    sane = sane and not (spec.dtype in BYTES and (spec.trailing or spec.scalar))
     sane = sane and (column.shared or column.stored == rows)
+    sane = sane and kind.container in CONTAINERS and kind.item in ITEMS
+    sane = sane and 0 < kind.ragged <= 1 + len(spec.trailing)
+    sane = sane and _fits(column.nesting, column.name)
     if column.length is not None:
-        sane = sane and not spec.scalar and 0 < column.length < 1 << 48
+        sane = sane and not spec.scalar and not spec.varying and 0 < column.length < 1 << 48
         sane = sane and column.total == column.length * column.stored
     if not sane:
         raise Corrupt(f"column {column.name!r} is described inconsistently ({column})")
@@ -181,22 +194,57 @@ def _checked(column: ColumnHeader, rows: int, left: int) -> tuple[int, int, int,
     return sizes
 
 
+def _fits(nesting: Nesting, name: str) -> bool:
+    if nesting == FLAT:
+        return True
+    splits = (*nesting.splits, len(name))
+    return (
+        len(nesting.levels) == len(splits)
+        and min(nesting.levels) >= 0
+        and all(0 <= a < b <= len(name) and name[a] == "/" for a, b in pairwise(splits))
+    )
+
+
 def _column(column: ColumnHeader, sections: list[np.ndarray]) -> Column:
     spec = column.spec
     values = sections[0].view(spec.stored)
-    if spec.trailing:
-        values = values.reshape(column.total, *spec.trailing)
-    offsets = valid = index = None
+    if spec.step:
+        values = values.reshape(column.total, *spec.step)
+    offsets = shapes = valid = index = None
     if not spec.scalar and column.length is None:
         offsets = sections[1].view(np.int64)
         if offsets[0] != 0 or offsets[-1] != column.total or (offsets[1:] < offsets[:-1]).any():
             raise Corrupt(f"the offsets of column {column.name!r} do not increase from 0 to {column.total}")
+        if spec.varying:
+            shapes = sections[2].view(np.int64).reshape(column.stored, 1 + len(spec.trailing))
+            _check_shapes(column, shapes, np.diff(offsets))
     if column.has_valid:
-        if (sections[2] > 1).any():
+        if (sections[3] > 1).any():
             raise Corrupt(f"the mask of column {column.name!r} holds more than 0 and 1")
-        valid = sections[2].view(np.bool_)
+        valid = sections[3].view(np.bool_)
     if column.shared:
-        index = sections[3].view(np.int64)
+        index = sections[4].view(np.int64)
         if len(index) and (index.min() < -1 or index.max() >= column.stored):
             raise Corrupt(f"the index of column {column.name!r} points outside its {column.stored} rows")
-    return Column(spec, values, offsets, valid, index, column.length)
+    return Column(
+        spec,
+        values,
+        offsets,
+        valid,
+        index,
+        column.length,
+        shapes=shapes,
+        kind=column.kind,
+        nesting=column.nesting,
+    )
+
+
+def _check_shapes(column: ColumnHeader, shapes: np.ndarray, lengths: np.ndarray) -> None:
+    # in floats first: sizes that wrap around 64 bits could multiply to the right length
+    fits = (shapes >= 0).all() and (shapes < 1 << 48).all()
+    fits = fits and (np.prod(shapes, axis=1, dtype=np.float64) < 1 << 52).all()
+    if not fits or (np.prod(shapes, axis=1) != lengths).any():
+        raise Corrupt(f"the shapes of the rows of column {column.name!r} do not fit their lengths")
+    for size, sizes in zip(column.spec.trailing, shapes.T[1:], strict=True):
+        if size >= 0 and (sizes[lengths > 0] != size).any():
+            raise Corrupt(f"a row of column {column.name!r} is not {column.spec}")

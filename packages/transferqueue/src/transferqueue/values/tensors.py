@@ -1,0 +1,187 @@
+"""Plans of torch tensors, nested tensors and tensordicts; torch and tensordict are never imported for it."""
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any
+
+import numpy as np
+
+from ..errors import InvalidArgument
+from .copying import tensor_on
+from .ragged import disagreement, plan_ragged, plan_scalars, plan_varying
+from .spec import BITS, NUMERIC, ColumnPlan, FieldSpec, Kind
+
+_dtype, _layout, _shape = attrgetter("dtype"), attrgetter("layout"), attrgetter("shape")
+_TENSOR, _LIST_OF_TENSORS = Kind("tensor", "tensor"), Kind("list", "tensor")
+
+
+def from_bits(array: np.ndarray, dtype: str) -> Any:
+    """A tensor on `array`, the stored form of `dtype`."""
+    return tensor_on(array, dtype)
+
+
+def _name_of(name: str, dtype: Any) -> str:
+    found = _NAMES.get(dtype)
+    if found is None:
+        found = str(dtype).removeprefix("torch.")
+        if found not in NUMERIC and found not in BITS:
+            raise InvalidArgument(
+                f"field {name!r}: a tensor of {dtype} cannot be stored; convert it, to one of "
+                f"{', '.join(sorted(NUMERIC | BITS.keys()))}"
+            )
+        _NAMES[dtype] = found
+    return found
+
+
+_NAMES: dict[Any, str] = {}
+
+
+def _strided(name: str, layout: Any) -> None:
+    if str(layout) != "torch.strided":
+        raise InvalidArgument(
+            f"field {name!r}: a tensor of layout {layout} cannot be stored; give a dense one, or a nested "
+            "tensor of jagged layout"
+        )
+
+
+def plan_tensor(name: str, tensor: Any) -> ColumnPlan:
+    """The plan of one tensor ``[rows, ...]`` or nested tensor."""
+    if tensor.is_nested:
+        return _plan_nested(name, tensor)
+    _strided(name, tensor.layout)
+    dtype = _name_of(name, tensor.dtype)
+    if tensor.dim() == 0:
+        raise InvalidArgument(
+            f"field {name!r} is one scalar; give one value a row: a sequence or a tensor [rows]"
+        )
+    rows, *shape = tensor.shape
+    if not shape:
+        return ColumnPlan(FieldSpec(dtype, (), True), [tensor], rows, rows, None, None, kind=_TENSOR)
+    length = shape[0]
+    offsets = None if length else np.zeros(rows + 1, np.int64)
+    return ColumnPlan(
+        FieldSpec(dtype, tuple(shape[1:])),
+        [tensor],
+        rows * length,
+        rows,
+        offsets,
+        None,
+        length=length or None,
+        kind=_TENSOR,
+    )
+
+
+def plan_tensors(
+    name: str, rows: Sequence[Any], count: int, valid: np.ndarray | None, *, varying: bool = False
+) -> ColumnPlan:
+    """The plan of rows that are tensors of one dtype and number of dimensions.
+
+    Args:
+        name: of the field.
+        rows: those that are not None, one at least.
+        count: how many rows there are with those that are None.
+        valid: which are not.
+        varying: whether all dimensions are free in the field's schema.
+    """
+    for layout in set(map(_layout, rows)):
+        _strided(name, layout)
+    dtypes = set(map(_dtype, rows))
+    dims = {row.dim() for row in rows}
+    if len(dtypes) > 1 or len(dims) > 1:
+        raise disagreement(name, [(_name_of(name, row.dtype), tuple(row.shape)) for row in rows])
+    dtype = _name_of(name, rows[0].dtype)
+    torch = sys.modules["torch"]
+    if dims == {0}:
+        with torch.no_grad():
+            stacked = torch.stack(list(rows)).cpu()
+        bits = BITS.get(dtype)
+        values = (stacked.view(getattr(torch, bits)) if bits else stacked).numpy()
+        return plan_scalars(dtype, values, count, valid, _LIST_OF_TENSORS)
+    if dims == {1} and not varying:
+        lengths = list(map(torch.Tensor.numel, rows))
+        return plan_ragged(dtype, (), rows, lengths, count, valid, _LIST_OF_TENSORS)
+    shapes = list(map(_shape, rows))
+    if dims != {1} and (varying or len({shape[1:] for shape in shapes}) > 1):
+        flat = [row.detach().reshape(-1) for row in rows]
+        trailing = (-1,) * (dims.pop() - 1) if varying else None
+        return plan_varying(dtype, shapes, flat, count, valid, _LIST_OF_TENSORS, trailing=trailing)
+    lengths = [shape[0] for shape in shapes]
+    return plan_ragged(dtype, shapes[0][1:], rows, lengths, count, valid, _LIST_OF_TENSORS)
+
+
+def _plan_nested(name: str, tensor: Any) -> ColumnPlan:
+    if str(tensor.layout) != "torch.jagged":
+        raise InvalidArgument(
+            f"field {name!r}: a nested tensor of layout {tensor.layout} cannot be stored; give its rows "
+            "(unbind()), or one of layout torch.jagged"
+        )
+    dtype = _name_of(name, tensor.dtype)
+    tensor = tensor.detach()
+    rows = len(tensor.offsets()) - 1
+    ragged = tensor._ragged_idx
+    kind = Kind("nested", "tensor", ragged)
+    if ragged != 1:  # rows are ragged in a later dimension
+        parts = list(tensor.unbind())
+        shape = list(tensor.shape[1:])
+        shape[ragged - 1] = -1
+        flat = [part.reshape(-1) for part in parts]
+        shapes = [tuple(part.shape) for part in parts]
+        return plan_varying(dtype, shapes, flat, rows, None, kind, trailing=tuple(shape[1:]))
+    offsets = tensor.offsets().cpu().numpy().astype(np.int64, copy=False)
+    values = tensor.values()
+    trailing = tuple(values.shape[1:])
+    if tensor.lengths() is not None:  # rows with gaps between them
+        lengths = tensor.lengths().cpu().tolist()
+        parts = [values[at : at + length] for at, length in zip(offsets.tolist(), lengths, strict=False)]
+        return plan_ragged(dtype, trailing, parts, lengths, rows, None, kind)
+    first, last = int(offsets[0]), int(offsets[-1])
+    return ColumnPlan(
+        FieldSpec(dtype, trailing), [values[first:last]], last - first, rows, offsets - first, None, kind=kind
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """One value that all rows have, as tensordict's NonTensorData."""
+
+    value: Any
+    count: int
+
+    def rows(self) -> list[Any]:
+        return [self.value] * self.count
+
+
+def is_tensordict(value: Any) -> bool:
+    """Whether `value` is a tensordict (of the package of that name)."""
+    module = sys.modules.get("tensordict")
+    return module is not None and isinstance(value, module.TensorDictBase)
+
+
+def tensordict_items(value: Any) -> Iterator[tuple[Any, Any]]:
+    """The entries of a tensordict: tensors, tensordicts, and for other data lists or a `Constant`."""
+    module = sys.modules["tensordict"]
+    if len(value.batch_size) == 0:
+        raise InvalidArgument("a tensordict without batch dimensions has no rows; its batch_size needs one")
+    for key in value.keys():  # noqa: SIM118 - a tensordict iterates over rows
+        entry = _entry(value, key)
+        if isinstance(entry, module.NonTensorData):
+            yield key, Constant(entry.data, value.batch_size[0])
+        elif module.is_non_tensor(entry):
+            yield key, list(entry.tolist())
+        elif module.is_tensor_collection(entry) and not isinstance(entry, module.TensorDictBase):
+            yield key, entry.to_tensordict()
+        else:
+            yield key, entry
+
+
+def _entry(value: Any, key: str) -> Any:
+    """An entry of a tensordict; the rows of one that stacks them lazily, where they differ in shape."""
+    if not hasattr(value, "tensordicts") or value.stack_dim != 0:
+        return value.get(key)
+    rows = [row.get(key) for row in value.tensordicts]
+    torch = sys.modules["torch"]
+    if all(isinstance(row, torch.Tensor) for row in rows) and len({tuple(row.shape) for row in rows}) > 1:
+        return rows
+    return value.get(key)
