@@ -89,7 +89,8 @@ def report(batch: Rows, rounds: int, figures: dict[str, Figures], load: str) -> 
             )
     print_claim(figure("large batch: memcpy", median(copies), "s", how))
     named: list[tuple[str, str, Sequence[str], str]] = [
-        ("ours", "ours", ("put", "get", "cpu"), "cpu: put + get, every process of the store and the client"),
+        ("ours", "ours", ("put", "get", "copy"), "get: read-only views; copy: writable ones, on top"),
+        ("ours", "ours", ("cpu",), "put + get, every process of the store and the client"),
         ("peer", TRANSFER_QUEUE, ("put", "get"), "jagged text, dense images"),
         ("peer, rows", f"{TRANSFER_QUEUE}, a tensor a row", ("put", "get"), "its quickest container here"),
         ("ray", "ray.put/get", ("put", "get", "copy"), "get: read-only views; copy: writable ones, on top"),

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 import tempfile
 from contextlib import ExitStack
 from pathlib import Path
@@ -51,11 +52,7 @@ class Sides:
     ) -> Child:
         """A child that ends with this object, or earlier with its own `close`."""
         child = Child(
-            SCRIPTS / script,
-            json.dumps(work),
-            ready_seconds=seconds,
-            environment={"OMP_NUM_THREADS": "1"},
-            **({} if python is None else {"python": python}),
+            SCRIPTS / script, json.dumps(work), python=python or sys.executable, ready_seconds=seconds
         )
         return self._exits.enter_context(child)
 

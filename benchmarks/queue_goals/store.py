@@ -54,7 +54,8 @@ class Store:
         """Put the batch, get it by its ids, look at what came outside the clock, and free it.
 
         Returns:
-            Seconds of `put` and `get`, and `cpu`-seconds of both in every process.
+            Seconds of `put` and `get`, and `cpu`-seconds of both in every process; seconds of a `copy` of
+            what was read, which a user who writes to it makes.
         """
         self._rounds += 1
         batch.number(self._rounds * len(batch))
@@ -64,10 +65,12 @@ class Store:
         put = time.perf_counter()
         columns = self.reader.get(ids)
         got, spent = time.perf_counter(), cpu_seconds(self.pids) - cpu
+        copies = [column.values.copy() for column in columns.values()]
+        copied = time.perf_counter() - got
         _compare(columns, batch, whole=self._rounds == 1)
-        del columns
+        del columns, copies
         self.writer.drop(ids, "measured")
-        return {"put": put - begun, "get": got - put, "cpu": spent}
+        return {"put": put - begun, "get": got - put, "cpu": spent, "copy": copied}
 
 
 def _compare(columns: dict[str, Any], batch: Rows, *, whole: bool) -> None:

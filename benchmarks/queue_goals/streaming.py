@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import transferqueue
 from claims import at_least, figure, load_note, median, print_claim, ratio_of_medians
 from measure.child import Child
-from measure.cpu_clock import Meanwhile
-from measure.rounds import Round, in_turn
+from measure.cpu_clock import Meanwhile, cpu_seconds
+from measure.rounds import Figures, Round, in_turn
 
 from .sides import TRANSFER_QUEUE, Sides
 
@@ -52,18 +52,25 @@ def measure(sides: Sides) -> None:
         producer, consumer = (sides.start("our_user.py", address=server.address) for _ in range(2))
         for stream in QUICK_STREAMS if sides.quick else STREAMS:
             others = Meanwhile()
-            measured: dict[str, Round] = {"ours": ours(stream, producer, consumer)}
+            parts = {
+                "producer": [producer.pid],
+                "consumer": [consumer.pid],
+                "controller": [server.processes[0].pid],
+                "storage units": [process.pid for process in server.processes[1:]],
+            }
+            measured: dict[str, Round] = {"ours": ours(stream, producer, consumer, parts)}
             if peer is not None and guest is not None:
                 measured["peer"] = theirs(stream, peer, guest)
             figures = in_turn(measured, rounds, warm_up)
-            rates = {side: found["rate"] for side, found in figures.items()}
-            report(stream, rounds, rates, load_note(others.others()))
+            report(stream, rounds, figures, load_note(others.others()))
         producer.close()
         consumer.close()
 
 
-def ours(stream: Stream, producer: Child, consumer: Child) -> Round:
-    """A fresh partition a round; the producer closes it, which ends the consumer's loop."""
+def ours(stream: Stream, producer: Child, consumer: Child, parts: dict[str, list[int]]) -> Round:
+    """A fresh partition a round; the producer closes it, which ends the consumer's loop. Beside the rate,
+    CPU-seconds of a batch by part.
+    """
     made = 0
 
     def flow() -> dict[str, float]:
@@ -74,7 +81,11 @@ def ours(stream: Stream, producer: Child, consumer: Child) -> Round:
             child.ask(
                 ANSWER_SECONDS, do="open", partition=partition, images=stream.images, batch=stream.batch
             )
-        return {"rate": rate(stream, stream.samples, partition, producer, consumer)}
+        before = {part: cpu_seconds(pids) for part, pids in parts.items()}
+        found = rate(stream, stream.samples, partition, producer, consumer)
+        spent = {part: cpu_seconds(pids) - before[part] for part, pids in parts.items()}
+        batches = stream.samples / stream.batch
+        return {"rate": found} | {part: seconds / batches for part, seconds in spent.items()}
 
     return flow
 
@@ -105,8 +116,9 @@ def rate(stream: Stream, samples: int, partition: str, producer: Child, consumer
     return samples / seconds
 
 
-def report(stream: Stream, rounds: int, rates: dict[str, list[float]], load: str) -> None:
+def report(stream: Stream, rounds: int, figures: dict[str, Figures], load: str) -> None:
     """The claims of one stream."""
+    rates = {side: found.pop("rate") for side, found in figures.items()}
     how = (
         f"producer and consumer two processes, put and fetch {stream.batch} samples at once, acked; "
         f"{stream.samples} samples a round, the peer's {stream.peer_samples}; {rounds} rounds in turn; "
@@ -123,3 +135,7 @@ def report(stream: Stream, rounds: int, rates: dict[str, list[float]], load: str
     for side, name in (("ours", "ours"), ("peer", TRANSFER_QUEUE)):
         if side in rates:
             print_claim(figure(f"streaming, {stream.name}: {name}", median(rates[side]), "samples/s", how))
+    parts = {part: median(seconds) for part, seconds in figures["ours"].items()}
+    shown = ", ".join(f"{part} {1e6 * seconds:.0f}" for part, seconds in parts.items())
+    batch = f"streaming, {stream.name}: CPU of a batch, ours"
+    print_claim(figure(batch, sum(parts.values()), "CPU-s", f"{how}; in microseconds: {shown}"))
