@@ -7,6 +7,7 @@ from typing import Any
 
 from ..errors import Full, InvalidArgument, QueueError, StorageLost, Timeout
 from ..ids import MAX_SERIAL, first_id
+from ..scheduling.partition import Partition
 from ..scheduling.samples import Row
 from ..wire.messages import (
     Commit,
@@ -231,6 +232,7 @@ class Puts:
         for row, sample in enumerate(samples):
             sample.places.append((block, row))
         self.end_if_large(grant)
+        call.undo, call.stays = (lambda: _take_back(partition, ids)), True
         call.reply(Committed(first))
 
     def _update(self, call: Call, grant: Grant, body: CommitUpdate) -> None:
@@ -329,6 +331,13 @@ class Puts:
         for grant in self._memory.grants_of(session):
             self.end_grant(grant)
         self.room_made = True
+
+
+def _take_back(partition: Partition, ids: Sequence[int]) -> None:
+    """Its producer has given the put up without hearing that it was done."""
+    there = [sample for sample in ids if sample in partition.samples]
+    if there:
+        partition.drop(there, "given up by its producer before the put was confirmed")
 
 
 def _shelf_number(call: Call) -> int:

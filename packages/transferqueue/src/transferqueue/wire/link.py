@@ -61,6 +61,7 @@ class Pending:
     future: "Future[Answer]" = field(default_factory=Future)
     id: int = 0
     greeting: int = 0
+    withdrawn: bool = False  # the server was told to undo it
 
 
 @dataclass(eq=False, slots=True)
@@ -321,6 +322,7 @@ class Link:
     def _cancel(self, pending: Pending) -> None:
         peer, body = pending.peer, pending.body
         if pending.id in peer.outstanding:
+            pending.withdrawn = True
             self._start(_pending(peer, Cancel(pending.id), None, 30))
         elif pending.future.exception(0) is None:
             leased = pending.future.result(0).body
@@ -349,9 +351,12 @@ class Link:
         elif isinstance(body, Failure) and reply.id == 0:
             self._fail(peer, named(body.kind, body.message, body.details), final=True)
         else:
-            blocks = [handle.block for handle in handles_of(body)]
-            self._pins.received(blocks)
             pending = peer.outstanding.pop(reply.id, None)
+            blocks = [handle.block for handle in handles_of(body)]
+            if not (pending is not None and pending.withdrawn):
+                self._pins.received(blocks)
+            if pending is not None and isinstance(pending.body, Cancel):
+                peer.outstanding.pop(pending.body.request, None)
             if pending is None:
                 self._pins.let_go(*blocks)
             elif isinstance(body, Failure):
@@ -370,14 +375,16 @@ class Link:
         if not peer.welcome.done():
             peer.welcome.set_result(welcome)
         for pending in list(peer.outstanding.values()):
-            if pending.greeting < peer.greeting:
+            if pending.greeting < peer.greeting and not pending.withdrawn:
                 self._send(pending)
 
     def _expire(self, now: float) -> None:
         while self._deadlines and (self._deadlines[0][0] <= now or self._deadlines[0][2].future.done()):
             pending = heappop(self._deadlines)[2]
             if not pending.future.done():
-                pending.peer.outstanding.pop(pending.id, None)
+                pending.withdrawn = True
+                if pending.peer.greeting and pending.peer.failed is None:
+                    self._start(_pending(pending.peer, Cancel(pending.id), None, 30))
                 name, what = pending.peer.name, type(pending.body).__name__
                 _end(pending, Timeout(f"{name} at {pending.peer.address} did not answer {what} in time"))
         for peer in self._peers:
@@ -406,6 +413,8 @@ def _pending(peer: Peer, body: RequestBody, payload: Any, timeout: float) -> Pen
 
 def _end(pending: Pending, outcome: Answer | QueueError) -> None:
     pending.payload = None  # the deadline heap may hold the request for a while yet
+    if pending.future.done():
+        return  # it was given up
     if isinstance(outcome, Answer):
         pending.future.set_result(outcome)
     else:

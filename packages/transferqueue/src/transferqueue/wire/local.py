@@ -113,7 +113,9 @@ class LocalChannel:
 
     def _overdue(self, pending: LocalPending) -> bool:
         if pending.outcome is None and time.monotonic() >= pending.deadline + SLACK:
-            self._session.overdue(pending)
+            data = self._session.overdue(pending)
+            if self._socket is not None and data:
+                self._send(data, time.monotonic())
         return pending.outcome is not None
 
     def _read_until(self, pending: LocalPending) -> None:

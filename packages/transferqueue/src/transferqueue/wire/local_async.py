@@ -82,7 +82,7 @@ class AsyncLocalChannel:
         return pending.result()
 
     def _overdue(self, pending: LocalPending) -> None:
-        self._session.overdue(pending)
+        self._write(self._session.overdue(pending))
         self._wake([pending])
 
     @staticmethod

@@ -45,9 +45,9 @@ _DESCRIPTORS = socket.CMSG_SPACE(253 * 4)
 
 
 class LocalPending:
-    """A request under way. `outcome` is set once."""
+    """A request under way. `outcome` is set once; `withdrawn`: the controller was told to undo it."""
 
-    __slots__ = ("body", "data", "deadline", "id", "outcome", "waiter")
+    __slots__ = ("body", "data", "deadline", "id", "outcome", "waiter", "withdrawn")
 
     def __init__(self, number: int, body: RequestBody, data: msgspec.Raw, deadline: float) -> None:
         self.id = number
@@ -56,6 +56,7 @@ class LocalPending:
         self.deadline = deadline
         self.outcome: Answer | QueueError | None = None
         self.waiter: asyncio.Future[None] | None = None
+        self.withdrawn = False
 
     def result(self) -> Answer:
         if isinstance(self.outcome, Answer):
@@ -95,7 +96,7 @@ class LocalSession:
 
     def repeated(self) -> bytes:
         """All requests in flight, to be sent after a new welcome."""
-        return b"".join(self._frame(pending) for pending in self.outstanding.values())
+        return b"".join(self._frame(one) for one in self.outstanding.values() if not one.withdrawn)
 
     def request(self, body: RequestBody, timeout: float) -> tuple[LocalPending, bytes]:
         """A request in flight and the bytes to send for it."""
@@ -115,7 +116,8 @@ class LocalSession:
 
     def withdraw(self, pending: LocalPending) -> RequestBody | None:
         """What to send so that an unwanted request has no effect."""
-        if self.outstanding.pop(pending.id, None) is not None:
+        if pending.id in self.outstanding:
+            pending.withdrawn = True  # it stays outstanding, so that the controller keeps what it has to undo
             return Cancel(pending.id)
         if isinstance(pending.outcome, Answer):
             leased = pending.outcome.body
@@ -124,12 +126,17 @@ class LocalSession:
                 return Nack(pending.body.partition, leased.lease)
         return None
 
-    def overdue(self, pending: LocalPending) -> None:
-        """Ends a request whose deadline has passed without a word."""
-        if self.outstanding.pop(pending.id, None) is not None:
-            pending.outcome = Timeout(
-                f"the controller at {self.address} did not answer {type(pending.body).__name__} in time"
-            )
+    def overdue(self, pending: LocalPending) -> bytes:
+        """Ends a request whose deadline has passed without a word; returns what undoes it if it is done after
+        all.
+        """
+        if pending.outcome is not None or pending.id not in self.outstanding:
+            return b""
+        pending.withdrawn = True
+        pending.outcome = Timeout(
+            f"the controller at {self.address} did not answer {type(pending.body).__name__} in time"
+        )
+        return self.request(Cancel(pending.id), 30)[1]
 
     def _done_below(self) -> int:
         return next(iter(self.outstanding), 0)
@@ -175,14 +182,18 @@ class LocalSession:
             if self.ordered is not None:
                 self.ordered(body)
             return []
-        blocks = [handle.block for handle in handles_of(body)]
-        if blocks:
-            self._pins.received(blocks)
         pending = self.outstanding.pop(reply.id, None)
-        if pending is None:
-            if blocks:
+        blocks = [handle.block for handle in handles_of(body)]
+        if blocks and not (pending is not None and pending.withdrawn):
+            self._pins.received(blocks)
+            if pending is None:  # nobody waits for it any more
                 self._pins.let_go(*blocks)
+        if pending is None:
             return []
+        if isinstance(pending.body, Cancel):
+            self.outstanding.pop(pending.body.request, None)
+        if pending.outcome is not None:
+            return []  # it was given up
         if isinstance(body, Failure):
             pending.outcome = named(body.kind, body.message, body.details)
         else:
@@ -196,7 +207,8 @@ class LocalSession:
         ended = list(self.outstanding.values())
         self.outstanding.clear()
         for pending in ended:
-            pending.outcome = error.again()
+            if pending.outcome is None:
+                pending.outcome = error.again()
         return ended
 
     def broken(self) -> None:

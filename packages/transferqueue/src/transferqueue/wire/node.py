@@ -80,16 +80,18 @@ class Answered:
 
     Attributes:
         undo: takes back what it gave, or None.
+        stays: it is not taken back where it cannot be delivered, only where the client asks for that.
         pins: blocks that it names.
         arenas: where those lie.
     """
 
-    __slots__ = ("arenas", "body", "encoded", "id", "pins", "undo")
+    __slots__ = ("arenas", "body", "encoded", "id", "pins", "stays", "undo")
 
     def __init__(self, call: "Call", body: ReplyBody) -> None:
         self.id = call.id
         self.body = body
         self.undo = call.undo
+        self.stays = call.stays
         self.pins = call.pins
         self.arenas = call.arenas
         self.encoded = encoder.encode(Reply(call.id, body))
@@ -128,6 +130,7 @@ class Call:
     Attributes:
         deadline: when the client stops waiting, in monotonic seconds.
         undo: set by a service whose answer can be taken back if the client gives up before it arrives.
+        stays: the answer holds also where it cannot be delivered; the client will ask for it again.
         pins: blocks that the answer names; set by the service.
         arenas: arenas that a local client needs for the answer; set by the service.
     """
@@ -142,6 +145,7 @@ class Call:
         "payload",
         "pins",
         "session",
+        "stays",
         "undo",
     )
 
@@ -154,6 +158,7 @@ class Call:
         self.deadline = time.monotonic() + request.timeout
         self.answered = False
         self.undo: Callable[[], None] | None = None
+        self.stays = False
         self.pins: Sequence[int] = ()
         self.arenas: Sequence[Arena] = ()
 
@@ -403,7 +408,7 @@ class Node:
         connection = session.connection
         if connection is not None and self._put_on(connection, session, answered, payload):
             return
-        if answered.undo is not None:
+        if answered.undo is not None and not answered.stays:
             # A dead consumer must not get samples. If it only lost its connection it asks again, for others.
             session.answers.pop(answered.id, None)
             undo, answered.undo = answered.undo, None
