@@ -18,6 +18,7 @@ SLAB_BYTES = 1 << 20
 ARENA_BYTES = 1 << 28
 _ALIGNMENT = 64
 _PAGE = 4096
+_REMEMBERED = 16  # ranges of a grant that a new one is checked against: clients go upwards
 
 
 class Block:
@@ -184,8 +185,10 @@ class Memory:
         grant = self.grants.get(where.grant)
         if grant is None or grant.owner != owner or grant.arena != where.arena:
             raise InvalidArgument("the memory of this put was given up; put again", grant=where.grant)
-        inside = grant.start <= where.start < where.stop <= grant.stop
-        if not inside or any(s < where.stop and where.start < e for s, e in grant.named[-64:]):
+        fits = grant.start <= where.start < where.stop <= grant.stop
+        for start, stop in grant.named[-_REMEMBERED:]:
+            fits = fits and (stop <= where.start or where.stop <= start)
+        if not fits:
             raise InvalidArgument("a put names memory that is not its own", grant=where.grant)
         grant.named.append((where.start, where.stop))
         return grant

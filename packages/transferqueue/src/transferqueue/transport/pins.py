@@ -8,21 +8,28 @@ from collections.abc import Callable, Iterable
 import numpy as np
 
 
+_TELL_BYTES = 1 << 20  # let go of since the controller last heard, above which it is told at once
+_TELL_BLOCKS = 64
+
+
 class Pins:
     """Counts, for every block, the replies that named it and whose views are still alive.
 
     `received` counts up where a reply arrives, `hold` counts down when the last view of an array is gone.
     Finalizers run in any thread at any moment, so `let_go` takes no lock: it leaves the numbers for `taken`,
-    which the owner of the connection calls before it sends.
+    which the owner of the connection calls before it sends. Only when much has been let go it is told to
+    send.
 
     Attributes:
-        notify: called after something was let go; it must not block. Set by the connection's owner.
+        notify: called when what was let go should be told at once; it must not block. Set by the
+            connection's owner.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._counts: Counter[int] = Counter()
         self._released: deque[int] = deque()
+        self._untold_bytes = 0
         self.notify: Callable[[], None] | None = None
 
     def received(self, blocks: Iterable[int]) -> None:
@@ -32,18 +39,27 @@ class Pins:
 
     def hold(self, block: int, base: np.ndarray) -> None:
         """Lets go of one count of the block when `base` and every view of it are gone."""
-        weakref.finalize(base, self.let_go, block).atexit = False
+        weakref.finalize(base, self._gone, block, base.nbytes).atexit = False
+
+    def _gone(self, block: int, nbytes: int) -> None:
+        self._untold_bytes += nbytes
+        self.let_go(block)
 
     def let_go(self, *blocks: int) -> None:
         """Releases one count of each."""
         self._released.extend(blocks)
-        if self.notify is not None:
-            self.notify()
+        if self._untold_bytes >= _TELL_BYTES or len(self._released) >= _TELL_BLOCKS:
+            self._untold_bytes = 0
+            if self.notify is not None:
+                self.notify()
 
     def taken(self) -> list[int]:
         """What was let go since the last call, to be told to the controller. Only one thread calls it at a
         time.
         """
+        if not self._released:
+            return []
+        self._untold_bytes = 0
         blocks: list[int] = []
         while self._released:
             blocks.append(self._released.popleft())

@@ -19,6 +19,7 @@ from .messages import COPY_BELOW, MAX_HEADER_BYTES
 
 _MAX_MESSAGES_A_TURN = 64
 _MAX_UNSENT = 1 << 28  # bytes kept for a local client that does not read; then it is cut off
+_RECEIVED = 1 << 16  # bytes at once; more would be mapped afresh each time
 _MAX_STRANGERS = 1_024  # local connections that have not said hello
 _LENGTH = struct.Struct("<I")
 
@@ -89,11 +90,13 @@ class _ZmqConnection:
     local = False
 
     def __init__(self, listener: "ZmqListener", identity: bytes) -> None:
+        self._listener = listener
         self._socket = listener.socket
         self.identity = identity
         self.greeted = False
 
     def send(self, header: bytes, payload: Any = None, descriptors: Sequence[int] = ()) -> bool:
+        self._listener.stirred = True  # sending takes the sign that there is something to read
         try:
             self._socket.send(self.identity, zmq.SNDMORE | zmq.NOBLOCK)
             if payload is None:
@@ -127,6 +130,7 @@ class ZmqListener:
     def __init__(
         self, host: str, port: int, *, max_frame_bytes: int, keys: tuple[bytes, bytes] | None
     ) -> None:
+        self.stirred = True  # there may be something to read
         self._context = zmq.Context()
         self.socket = self._context.socket(zmq.ROUTER)
         self.socket.setsockopt(zmq.LINGER, 0)
@@ -156,14 +160,20 @@ class ZmqListener:
         self._receiver = receiver
         descriptor = self.socket.getsockopt(zmq.FD)
         assert isinstance(descriptor, int)
-        poll.watch(descriptor, lambda: None)  # it only wakes: what there is to read `drain` finds out
+        poll.watch(descriptor, self._stir)  # it only wakes: what there is to read `drain` finds out
+
+    def _stir(self) -> None:
+        self.stirred = True
 
     def drain(self) -> bool:
         """Reads some of what has arrived; returns whether there is more."""
+        if not self.stirred:
+            return False
         for _ in range(_MAX_MESSAGES_A_TURN):
             try:
                 frames = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
+                self.stirred = False
                 return False
             connection = self._connection(frames[0].bytes)
             if len(frames) == 2:
@@ -230,9 +240,12 @@ class _LocalConnection:
         waiting = False
         while self._unsent and not waiting:
             data, descriptors = self._unsent[0]
-            ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))]
             try:
-                sent = self.socket.sendmsg([data], ancillary if descriptors else [], socket.MSG_NOSIGNAL)
+                if descriptors:
+                    rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))
+                    sent = self.socket.sendmsg([data], [rights], socket.MSG_NOSIGNAL)
+                else:
+                    sent = self.socket.send(data)
             except BlockingIOError:
                 waiting = True
             except OSError:
@@ -295,7 +308,7 @@ class LocalListener:
     def _read(self, connection: _LocalConnection) -> None:
         connection.flush()
         try:
-            data = connection.socket.recv(1 << 18)
+            data = connection.socket.recv(_RECEIVED)
         except BlockingIOError:
             return
         except OSError:

@@ -3,6 +3,7 @@ wait reads for all of them.
 """
 
 import os
+import select
 import socket
 import threading
 import time
@@ -42,14 +43,22 @@ class LocalChannel:
         self._session = session
         self._patience = patience
         self._pid = os.getpid()
-        self._socket: socket.socket | None = connected_to(name)
+        self._socket: socket.socket | None = None
         self._lost_once = False
         self._closed = False
         self._changed = threading.Condition(threading.Lock())  # guards what follows and the session
         self._reading = False
         self._pins = pins
         pins.notify = self._tell_released
-        self._socket.sendall(session.hello())
+        self._open()
+        self._send(session.hello(), time.monotonic() + 5)
+
+    def _open(self) -> None:
+        connected = connected_to(self._name)
+        connected.setblocking(False)
+        self._readable = select.poll()
+        self._readable.register(connected, select.POLLIN)
+        self._socket = connected
 
     def wait_welcome(self, timeout: float) -> Welcome:
         """Blocks for the controller's welcome; raises its refusal."""
@@ -81,10 +90,16 @@ class LocalChannel:
 
     def _send(self, data: bytes, deadline: float) -> None:
         """Sends all, or gives the connection up: half a message would make the rest unreadable."""
-        assert self._socket is not None
         try:
-            self._socket.settimeout(max(0.001, deadline + SLACK - time.monotonic()))
-            self._socket.sendall(data)
+            while data:
+                assert self._socket is not None
+                try:
+                    data = data[self._socket.send(data) :]
+                except BlockingIOError:  # the controller reads nothing: it is stopped, or far behind
+                    writable = select.poll()
+                    writable.register(self._socket, select.POLLOUT)
+                    if not writable.poll(_milliseconds(deadline + SLACK)):
+                        raise TimeoutError from None
         except OSError:
             self._drop_socket()
 
@@ -132,11 +147,12 @@ class LocalChannel:
         if connected is None:
             return True
         try:
-            connected.settimeout(max(0.001, deadline - time.monotonic()))
+            if not self._readable.poll(_milliseconds(deadline)):
+                return False
             data, descriptors = receive(connected)
-        except TimeoutError:
+        except BlockingIOError:
             return False
-        except OSError:
+        except (OSError, ValueError):
             data, descriptors = b"", []
         with self._changed:
             if not data:
@@ -166,7 +182,7 @@ class LocalChannel:
 
     def _try_connect(self) -> bool:
         try:
-            self._socket = connected_to(self._name)
+            self._open()
         except OSError:
             return False
         self._send(self._session.hello() + self._session.repeated(), time.monotonic() + 5)
@@ -205,3 +221,7 @@ class LocalChannel:
                 self._drop_socket()
             self._session.broken()
             self._changed.notify_all()
+
+
+def _milliseconds(deadline: float) -> int:
+    return max(1, min(1_000_000_000, int((deadline - time.monotonic()) * 1000) + 1))
