@@ -1,5 +1,6 @@
 """What goes in comes out: values -> plans -> frame -> columns."""
 
+import contextlib
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,8 @@ from hypothesis.extra import numpy as hnp
 from transferqueue.values import frame
 from transferqueue.values.columns import ColumnPlan, assemble, gather, lay_out, runs
 from transferqueue.values.encode import plan_fields
-from transferqueue.values.spec import NUMERIC
+from transferqueue.values.restoring import restore
+from transferqueue.values.spec import CONTAINERS, ITEMS, NUMERIC, Kind, Nesting
 
 DTYPES = st.sampled_from(sorted(NUMERIC))
 
@@ -199,39 +201,51 @@ def test_changed_bytes_are_refused(data: st.DataObject) -> None:
 def test_a_false_description_is_refused_or_harmless(data: st.DataObject) -> None:
     """Whatever a peer claims about its bytes, reading every row stays within them."""
     rows, plans = plan_fields(
-        {"a": [np.arange(3), None], "c": [b"12", b"345"]}, {"s": ([b"image"], [0, None])}
+        {"a": [np.arange(3), None], "c": [b"12", b"345"], "d": {"e": np.ones((2, 3), "f4")}},
+        {"s": ([b"image"], [0, None]), "v": ([np.ones((2, 1)), np.ones((1, 2))], [1, 0])},
     )
     header, payload = frame.encode(rows, plans)
-    counts = st.integers(-1, 9) | st.sampled_from([1 << 40, 1 << 62])
+    counts = st.integers(-1, 9) | st.sampled_from([1 << 31, 1 << 40, 1 << 62])
+    sizes = st.lists(counts, max_size=3).map(tuple)
+    names = st.sampled_from(["int8", "data", "str", "x", "bool", "float64", "bfloat16"])
+    kinds = st.builds(
+        Kind,
+        st.sampled_from(sorted(CONTAINERS)) | st.text(max_size=3),
+        st.sampled_from(sorted(ITEMS)) | st.text(max_size=3),
+        st.just(1) | counts,
+        st.just(0) | counts,
+    )
     columns = [
         frame.ColumnHeader(
             column.name,
-            data.draw(
-                st.just(column.spec)
-                | st.builds(
-                    tq.FieldSpec,
-                    st.sampled_from(["int8", "data", "str", "x", "bool"]),
-                    st.lists(counts, max_size=2).map(tuple),
-                    st.booleans(),
-                )
-            ),
+            data.draw(st.just(column.spec) | st.builds(tq.FieldSpec, names, sizes, st.booleans())),
             data.draw(st.just(column.total) | counts),
             data.draw(st.just(column.stored) | counts),
-            data.draw(st.booleans()),
-            data.draw(st.booleans()),
+            data.draw(st.just(column.has_valid) | st.booleans()),
+            data.draw(st.just(column.shared) | st.booleans()),
+            data.draw(st.just(column.length) | counts),
+            data.draw(st.just(column.kind) | kinds),
+            data.draw(st.just(column.nesting) | st.builds(Nesting, sizes, sizes)),
         )
         for column in header.columns
     ]
     claimed = frame.FrameHeader(data.draw(st.just(rows) | counts), columns, header.checksum)
+    noise = bytearray(payload.tobytes())
+    for at in data.draw(st.lists(st.integers(0, len(noise) - 1), max_size=2)):
+        noise[at] = data.draw(st.integers(0, 255))
     try:
-        decoded = frame.decode(claimed, payload.tobytes())
+        decoded = frame.decode(claimed, bytes(noise), verify=False)
     except tq.Corrupt:
         return
     for column in decoded.values():
         assert len(column) == claimed.rows
         assert column.offsets[-1] <= len(column.values)
-        if column.spec.dtype not in ("data", "str"):  # whether text is text shows when it is read
+        assert len(column.lengths) == claimed.rows
+        with contextlib.suppress(tq.Corrupt):  # whether text is text shows when it is read
             column.tolist()
+        with contextlib.suppress(tq.QueueError):  # or a package is needed
+            column.restore()
+            restore({name: column.expand() for name, column in decoded.items()})
 
 
 def test_a_frame_is_aligned_and_copied_once() -> None:

@@ -35,11 +35,13 @@ def same(got: Any, want: Any) -> bool:
     """Equal with type, dtype and shape; a NaN equals itself."""
     if type(got) is not type(want):
         return False
-    if isinstance(want, np.ndarray) and want.dtype != object:
+    if isinstance(want, np.ndarray) and want.dtype.kind not in "OT":
         return (got.dtype, got.shape, got.tobytes()) == (want.dtype, want.shape, want.tobytes())
     if isinstance(want, np.generic):
         return got.dtype == want.dtype and got.tobytes() == want.tobytes()
     if isinstance(want, list | tuple | np.ndarray):
+        if isinstance(want, np.ndarray) and got.dtype != want.dtype:
+            return False
         return len(got) == len(want) and all(map(same, got, want))
     if isinstance(want, dict):
         return list(got) == list(want) and all(same(got[key], want[key]) for key in want)
@@ -212,11 +214,16 @@ def test_strings_bytes_and_objects_in_numpy() -> None:
     for array in (
         np.array(["a", "bcd", ""]),
         np.array([b"a", b"bcd"]),
+        np.array(["a", "b"], "U9"),
+        np.array([], "S3"),
+        np.array(["a", "bcd"], np.dtypes.StringDType()),
         np.array(["x", None, "z"], object),
         np.array([], object),
         np.array([{"a": 1}, [2]], object),
     ):
         assert same(back(array), array)
+    pieces = [sent({"f": np.array([text])})["f"] for text in ("a", "bcd")]
+    assert same(assemble([(piece, 0, 1) for piece in pieces], 2).restore(), np.array(["a", "bcd"]))
 
 
 def test_any_byte_order_and_strides_come_back_native_and_contiguous() -> None:
@@ -427,6 +434,12 @@ def test_nested_tensors_with_gaps_or_a_later_ragged_dimension() -> None:
     restored = column.restore()
     assert restored.shape[1] == 4
     assert same(restored, turned)
+    other = sent({"f": torch.nested.nested_tensor([torch.ones(1, 5)], layout=torch.jagged).transpose(1, 2)})[
+        "f"
+    ]
+    joined = assemble([(column, 0, 2), (other, 0, 1)], 3)
+    assert same(joined.restore(), [*turned.unbind(), torch.ones(5, 1)])
+    assert same(assemble([(column, 1, 2), (column, 0, 1)], 2).restore().unbind()[1], turned.unbind()[0])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch calls it a prototype
         strided = torch.nested.nested_tensor(rows, layout=torch.strided)

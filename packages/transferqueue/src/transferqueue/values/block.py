@@ -25,6 +25,7 @@ MAGIC = b"TQblock1"
 CHECKED = 1  # flag: the prologue's checksum is that of the frame
 
 _PROLOGUE = Struct("<8sQIIQQ")
+PROLOGUE_BYTES = _PROLOGUE.size
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER = msgspec.msgpack.Decoder(FrameHeader)
 
@@ -131,3 +132,14 @@ def read_block(view: np.ndarray, grant: int, where: str) -> tuple[FrameHeader, n
 def is_checked(view: np.ndarray) -> bool:
     """Whether the checksum of the block in `view` was taken when it was written."""
     return bool(_PROLOGUE.unpack_from(view)[3] & CHECKED)
+
+
+def frame_start(view: np.ndarray) -> int:
+    """Where the frame begins in a block of which at least the prologue is there, as that says.
+
+    Raises:
+        Corrupt: there is no room for a prologue.
+    """
+    if len(view) < PROLOGUE_BYTES:
+        raise Corrupt(f"{len(view)} bytes are too few for a block")
+    return max(0, len(view) - _PROLOGUE.unpack_from(view)[4])

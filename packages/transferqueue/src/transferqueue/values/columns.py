@@ -69,7 +69,7 @@ class _Joined(Column):
     Two threads may lay out at once: both get equal columns and the last one stays.
     """
 
-    __slots__ = ("_pieces", "_rows", "_starts", "_whole")
+    __slots__ = ("_common_kind", "_pieces", "_rows", "_starts", "_whole")
 
     def __init__(self, spec: FieldSpec, pieces: Sequence[Run]) -> None:
         self.spec = spec
@@ -78,6 +78,7 @@ class _Joined(Column):
         self._rows = ends.pop()
         self._starts = ends
         self._whole: Column | None = None
+        self._common_kind: Kind | None = None
 
     def _laid_out(self) -> Column:
         if self._whole is None:
@@ -86,7 +87,9 @@ class _Joined(Column):
 
     @property
     def kind(self) -> Kind:
-        return _common_kind(self._pieces)
+        if self._common_kind is None:
+            self._common_kind = _common_kind(self._pieces)
+        return self._common_kind
 
     @property
     def nesting(self) -> Nesting:
@@ -226,6 +229,8 @@ def _common_kind(pieces: Sequence[Run]) -> Kind:
     if not kinds:
         return pieces[0][0].kind if pieces else Kind("list", "python")
     containers = {kind.container for kind in kinds}
+    if containers == {"array"} and not missing:  # of text, of different widths
+        return Kind("array", kinds[0].item, width=max(kind.width for kind in kinds))
     if containers <= {"tensor", "nested"} and not missing and all(kind.ragged == 1 for kind in kinds):
         return Kind("nested", "tensor")
     items = {_item(column) for column, _, _ in pieces if column.dtype != "none"}

@@ -2,10 +2,12 @@
 
 import sys
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
 
+_is_cpu = attrgetter("is_cpu")
 _CHUNK = 64 << 20  # bytes joined on a device before they come to the host
 
 
@@ -17,8 +19,8 @@ def torch_if_loaded() -> Any:
 
 
 def copy_parts(parts: Sequence[Any], out: np.ndarray) -> None:
-    """Copies numpy arrays or torch tensors, end to end, into `out` (contiguous, as many elements). Byte order
-    and strides of the parts are free; a copy of much holds no GIL.
+    """Copies numpy arrays or torch tensors (that need no gradient), end to end, into `out` (contiguous, as
+    many elements). Their strides are free; a copy of much holds no GIL.
     """
     if not parts:
         return
@@ -36,17 +38,16 @@ def _copy_tensors(parts: Sequence[Any], out: np.ndarray) -> None:
     target = torch.from_numpy(out)
     if target.dtype != first.dtype:
         target = target.view(first.dtype)
-    with torch.no_grad():
-        if len(parts) == 1:
-            target.view(first.shape).copy_(first)
-        elif all(part.is_cpu for part in parts):
-            torch.cat(parts, out=target)
-        else:  # a copy to the host costs far more than a copy on the device
-            at = 0
-            for chunk in _chunks(parts):
-                joined = torch.cat(chunk) if len(chunk) > 1 else chunk[0]
-                target[at : at + len(joined)].copy_(joined)
-                at += len(joined)
+    if len(parts) == 1:
+        target.view(first.shape).copy_(first)
+    elif all(map(_is_cpu, parts)):
+        torch.cat(parts, out=target)
+    else:  # many copies to the host cost far more than one on the device
+        at = 0
+        for chunk in _chunks(parts):
+            joined = torch.cat(chunk) if len(chunk) > 1 else chunk[0]
+            target[at : at + len(joined)].copy_(joined)
+            at += len(joined)
 
 
 def _chunks(parts: Sequence[Any]) -> list[list[Any]]:

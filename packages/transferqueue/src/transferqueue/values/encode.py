@@ -15,7 +15,7 @@ from ..errors import InvalidArgument, SchemaMismatch
 from . import tensors
 from .copying import torch_if_loaded
 from .plain import pack_all
-from .ragged import disagreement, offsets_of, plan_ragged, plan_scalars, plan_varying
+from .ragged import disagreement, offsets_of, plan_ragged, plan_scalars, plan_stacked, plan_varying
 from .spec import BITS, NUMERIC, ColumnPlan, FieldSpec, Kind, Nesting
 
 Fields = Mapping[str, Any]
@@ -84,7 +84,7 @@ def _flatten(
         if not isinstance(key, str) or not key:
             raise InvalidArgument(f"a field name must be a non-empty str, got {key!r}")
         name = prefix + key
-        if isinstance(value, Mapping):
+        if type(value) not in _NO_MAPPINGS and isinstance(value, Mapping):
             _flatten(value, name + "/", (*splits, len(name)), levels, plans)
             continue
         plan = plan_column(name, value)
@@ -93,8 +93,13 @@ def _flatten(
         _add(plans, name, plan)
 
 
+_NO_MAPPINGS = frozenset([list, tuple, np.ndarray])  # telling by an abstract class takes long
+
+
 def plan_column(name: str, values: Any) -> ColumnPlan:
     """The plan of one field; see `plan_fields` for what `values` may be."""
+    if type(values) is list:
+        return _plan_rows(name, values)
     if isinstance(values, np.ndarray):
         return _plan_array(name, values)
     torch = torch_if_loaded()
@@ -122,31 +127,20 @@ def _plan_array(name: str, values: np.ndarray) -> ColumnPlan:
         raise InvalidArgument(
             f"field {name!r} is one scalar; give one value a row: a sequence or an array [rows]"
         )
-    if values.dtype.kind in "OUS":
+    if values.dtype.kind in "OUST":
         if values.ndim > 1:
             raise InvalidArgument(
                 f"field {name!r} is an array of {values.dtype} with {values.ndim} dimensions; only numbers "
                 "may have more than one, give a list of lists"
             )
         plan = _plan_rows(name, values.tolist())
-        container = "objects" if values.dtype.kind == "O" else "array"
-        return replace(plan, kind=Kind(container, plan.kind.item))
+        if values.dtype.kind == "O":
+            return replace(plan, kind=Kind("objects", plan.kind.item))
+        spec = FieldSpec("bytes" if values.dtype.kind == "S" else "str")  # without rows there is no telling
+        width = 0 if values.dtype.kind == "T" else values.dtype.itemsize
+        return replace(plan, spec=spec, kind=Kind("array", "python", width=width))
     dtype, array = _stored(name, values)
-    rows = len(array)
-    if array.ndim == 1:
-        return ColumnPlan(FieldSpec(dtype, (), True), [array], rows, rows, None, None, kind=_ARRAYS)
-    length, trailing = array.shape[1], array.shape[2:]
-    offsets = None if length else np.zeros(rows + 1, np.int64)
-    return ColumnPlan(
-        FieldSpec(dtype, trailing),
-        [array],
-        rows * length,
-        rows,
-        offsets,
-        None,
-        length=length or None,
-        kind=_ARRAYS,
-    )
+    return plan_stacked(dtype, array, array.shape, _ARRAYS)
 
 
 _ARRAYS, _LIST_OF_ARRAYS = Kind("array", "array"), Kind("list", "array")
@@ -171,14 +165,14 @@ def _plan_rows(name: str, rows: Sequence[Any]) -> ColumnPlan:
         return _plan_arrays(name, present, count, valid)
     if kinds <= _BOOL or kinds <= _REAL or kinds <= _COMPLEX:
         return plan_scalars(*_numbers(name, kinds, present), count, valid, _LIST_OF_PYTHON)
-    if all(issubclass(kind, str) for kind in kinds):
+    if kinds == _STR or all([issubclass(kind, str) for kind in kinds]):
         return _plan_bytes("str", list(map(str.encode, present)), count, valid, "python")
     if kinds <= _BYTES:
         item = "bytearray" if kinds == {bytearray} else "python"
         return _plan_bytes("bytes", list(map(bytes, present)), count, valid, item)
     torch = torch_if_loaded()
-    if torch is not None and any(issubclass(kind, torch.Tensor) for kind in kinds):
-        if all(issubclass(kind, torch.Tensor) for kind in kinds):
+    if torch is not None and any([issubclass(kind, torch.Tensor) for kind in kinds]):
+        if all([issubclass(kind, torch.Tensor) for kind in kinds]):
             return tensors.plan_tensors(name, present, count, valid)
         if all(issubclass(kind, np.ndarray | np.generic | torch.Tensor) for kind in kinds):
             present = [row if isinstance(row, torch.Tensor) else _as_tensor(name, row) for row in present]
@@ -199,7 +193,7 @@ def _plan_rows(name: str, rows: Sequence[Any]) -> ColumnPlan:
 
 
 _NDARRAY = {np.ndarray}
-_BOOL, _REAL, _COMPLEX, _BYTES = {bool}, {int, float}, {complex}, {bytes, bytearray, memoryview}
+_STR, _BOOL, _REAL, _COMPLEX, _BYTES = {str}, {bool}, {int, float}, {complex}, {bytes, bytearray, memoryview}
 
 
 def _is_array(kind: type) -> bool:
@@ -299,7 +293,7 @@ _AS_THEY_ARE = frozenset(np.dtype(name) for name in NUMERIC)
 
 
 def _stored(name: str, array: np.ndarray) -> tuple[str, np.ndarray]:
-    """The dtype's name and the array as it is stored; of any byte order, for the copy corrects that."""
+    """The dtype's name and the array as it is stored, in native byte order."""
     dtype = _stored_name(array.dtype)
     if isinstance(array, np.ma.MaskedArray):
         raise InvalidArgument(f"field {name!r} has a masked array; give None for a row without a value")
@@ -308,7 +302,7 @@ def _stored(name: str, array: np.ndarray) -> tuple[str, np.ndarray]:
     if dtype not in NUMERIC:
         supported = ", ".join(sorted(NUMERIC | BITS.keys()))
         raise InvalidArgument(f"field {name!r} has dtype {dtype}; supported: {supported}")
-    return dtype, array
+    return dtype, array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
 
 
 @lru_cache(maxsize=256)

@@ -1,6 +1,7 @@
 """Plans of rows that are numbers: one each, ragged in their first dimension, or in several."""
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,20 @@ def plan_scalars(dtype: str, values: Any, rows: int, valid: np.ndarray | None, k
     return ColumnPlan(FieldSpec(dtype, (), True), [values], rows, rows, None, valid, kind=kind)
 
 
+def plan_stacked(dtype: str, part: Any, shape: Sequence[int], kind: Kind) -> ColumnPlan:
+    """Rows of one array or tensor of `shape`, ``[rows, ...]``."""
+    rows, *row = shape
+    if not row:
+        return ColumnPlan(FieldSpec(dtype, (), True), [part], rows, rows, None, None, kind=kind)
+    length, trailing = row[0], tuple(row[1:])
+    spec = FieldSpec(dtype, trailing)
+    # a length is only told of rows that have bytes, so that nobody can claim rows without end
+    if length and (all(trailing) or not rows):
+        return ColumnPlan(spec, [part], rows * length, rows, None, None, length=length, kind=kind)
+    offsets = np.arange(rows + 1, dtype=np.int64) * length
+    return ColumnPlan(spec, [part], rows * length, rows, offsets, None, kind=kind)
+
+
 def plan_ragged(
     dtype: str,
     trailing: tuple[int, ...],
@@ -30,10 +45,9 @@ def plan_ragged(
     """Rows ``[length, *trailing]``; `parts` are the rows that are not None."""
     spec = FieldSpec(dtype, tuple(trailing))
     first = lengths[0]
-    if first and valid is None and lengths.count(first) == rows:
+    if first and valid is None and all(trailing) and lengths.count(first) == rows:
         return ColumnPlan(spec, parts, first * rows, rows, None, None, length=first, kind=kind)
-    offsets = offsets_of(lengths, valid)
-    return ColumnPlan(spec, parts, int(offsets[-1]), rows, offsets, valid, kind=kind)
+    return ColumnPlan(spec, parts, sum(lengths), rows, offsets_of(lengths, valid), valid, kind=kind)
 
 
 def plan_varying(
@@ -73,12 +87,10 @@ def plan_varying(
 
 def offsets_of(lengths: list[int], valid: np.ndarray | None) -> np.ndarray:
     """int64 ``[rows + 1]`` from the lengths of the rows that are not None."""
-    count = len(lengths) if valid is None else len(valid)
-    offsets = np.zeros(count + 1, np.int64)
     if valid is None:
-        offsets[1:] = lengths
-    else:
-        offsets[1:][valid] = lengths
+        return np.fromiter(accumulate(lengths, initial=0), np.int64, len(lengths) + 1)
+    offsets = np.zeros(len(valid) + 1, np.int64)
+    offsets[1:][valid] = lengths
     return np.cumsum(offsets, out=offsets)
 
 

@@ -164,7 +164,7 @@ def restore_column(column: "Column", copy: bool | None, offsets: _Offsets | None
         if container == "nested":
             if kind.ragged == 1 and (_is_jagged(column) or shape):
                 return _nested(column, 1, copy, offsets)
-            if kind.ragged != 1 and column.index is None and column.row_shape != ():
+            if kind.ragged != 1 and _is_ragged_in(column, kind.ragged):
                 return _nested(column, kind.ragged, copy, offsets)
         elif shape is not None:
             return (
@@ -182,9 +182,15 @@ def restore_column(column: "Column", copy: bool | None, offsets: _Offsets | None
         for at, row in enumerate(rows):
             array[at] = row
         return array
-    if container == "array" and column.spec.dtype in ("str", "bytes") and column.valid is None:
-        return np.array(rows, "U" if column.spec.dtype == "str" else "S")
+    if container == "array" and column.spec.dtype in ("str", "bytes") and None not in rows:
+        return np.array(rows, _text_dtype(column.spec.dtype, kind.width))
     return rows
+
+
+def _text_dtype(dtype: str, width: int) -> np.dtype[Any]:
+    if dtype == "bytes":
+        return np.dtype(f"S{width}")
+    return np.dtype(f"U{width // 4}") if width else np.dtypes.StringDType()
 
 
 def item_of(column: "Column") -> str:
@@ -197,13 +203,24 @@ def item_of(column: "Column") -> str:
     return kind.item
 
 
+def _is_ragged_in(column: "Column", ragged: int) -> bool:
+    """Whether rows are all there and differ in dimension `ragged` of ``[rows, ...]`` alone."""
+    shapes = column.expand().shapes
+    if shapes is None or not len(shapes) or not _all_there(column):
+        return False
+    others = np.delete(shapes, ragged - 1, axis=1)
+    return bool((others == others[0]).all())
+
+
+def _all_there(column: "Column") -> bool:
+    index, valid = column.index, column.valid
+    return (valid is None or bool(valid.all())) and (index is None or bool((index >= 0).all()))
+
+
 def _is_jagged(column: "Column") -> bool:
     """Whether rows are all there and differ in their first dimension at most."""
     spec = column.spec
-    if spec.dtype in BYTES or spec.scalar or spec.varying:
-        return False
-    index, valid = column.index, column.valid
-    return (valid is None or bool(valid.all())) and (index is None or bool((index >= 0).all()))
+    return spec.dtype not in BYTES and not spec.scalar and not spec.varying and _all_there(column)
 
 
 def _stacked_array(column: "Column", shape: tuple[int, ...], copy: bool | None) -> np.ndarray:

@@ -2,9 +2,10 @@
 out yet (`ColumnPlan`).
 """
 
+import math
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -78,12 +79,22 @@ def stored_dtype(name: str) -> np.dtype[Any]:
     return np.dtype(STORED_AS.get(name, name))
 
 
-def row_nbytes(spec: FieldSpec) -> int:
-    """Bytes of one step of the first dimension of the values."""
-    count = spec.stored.itemsize
-    for size in spec.step:
-        count *= size
-    return count
+class Storage(NamedTuple):
+    """How a spec's rows are stored; what is asked of every column of every frame, worked out once a spec."""
+
+    dtype: np.dtype[Any]
+    step: tuple[int, ...]  # the values' shape behind their first dimension
+    nbytes: int  # of one step of the first dimension
+    dims: int  # numbers in the shape of a row where that varies, else 0
+
+
+@lru_cache(maxsize=4096)
+def storage(spec: FieldSpec) -> Storage:
+    """How rows of `spec` are stored."""
+    dtype, step = spec.stored, spec.step
+    return Storage(
+        dtype, step, dtype.itemsize * math.prod(step), 1 + len(spec.trailing) if spec.varying else 0
+    )
 
 
 CONTAINERS = frozenset(["array", "tensor", "nested", "list", "tuple", "objects", "constant"])
@@ -100,11 +111,13 @@ class Kind(msgspec.Struct, frozen=True, array_like=True):
         item: what a row is where the container does not say: "array", "tensor", "scalar" (numpy), "python"
             (int, str, bytes, dict ...), "bytearray".
         ragged: the ragged dimension of a nested tensor.
+        width: bytes of an item of a numpy array of fixed-width text or bytes; 0 where the width is free.
     """
 
     container: str = "list"
     item: str = "array"
     ragged: int = 1
+    width: int = 0
 
 
 class Nesting(msgspec.Struct, frozen=True, array_like=True):
@@ -160,7 +173,7 @@ class ColumnPlan(msgspec.Struct, frozen=True):
     @property
     def values_nbytes(self) -> int:
         """Bytes of the values alone."""
-        return row_nbytes(self.spec) * self.total
+        return storage(self.spec).nbytes * self.total
 
     @property
     def lengths(self) -> np.ndarray:

@@ -1,5 +1,6 @@
 """Plans of torch tensors, nested tensors and tensordicts; torch and tensordict are never imported for it."""
 
+import math
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -10,10 +11,12 @@ import numpy as np
 
 from ..errors import InvalidArgument
 from .copying import tensor_on
-from .ragged import disagreement, plan_ragged, plan_scalars, plan_varying
+from .ragged import disagreement, plan_ragged, plan_scalars, plan_stacked, plan_varying
 from .spec import BITS, NUMERIC, ColumnPlan, FieldSpec, Kind
 
 _dtype, _layout, _shape = attrgetter("dtype"), attrgetter("layout"), attrgetter("shape")
+_is_cpu, _requires_grad = attrgetter("is_cpu"), attrgetter("requires_grad")
+_SMALL = 1 << 14  # bytes of a column that are joined at once rather than one by one
 _TENSOR, _LIST_OF_TENSORS = Kind("tensor", "tensor"), Kind("list", "tensor")
 
 
@@ -39,7 +42,7 @@ _NAMES: dict[Any, str] = {}
 
 
 def _strided(name: str, layout: Any) -> None:
-    if str(layout) != "torch.strided":
+    if layout != sys.modules["torch"].strided:
         raise InvalidArgument(
             f"field {name!r}: a tensor of layout {layout} cannot be stored; give a dense one, or a nested "
             "tensor of jagged layout"
@@ -56,21 +59,9 @@ def plan_tensor(name: str, tensor: Any) -> ColumnPlan:
         raise InvalidArgument(
             f"field {name!r} is one scalar; give one value a row: a sequence or a tensor [rows]"
         )
-    rows, *shape = tensor.shape
-    if not shape:
-        return ColumnPlan(FieldSpec(dtype, (), True), [tensor], rows, rows, None, None, kind=_TENSOR)
-    length = shape[0]
-    offsets = None if length else np.zeros(rows + 1, np.int64)
-    return ColumnPlan(
-        FieldSpec(dtype, tuple(shape[1:])),
-        [tensor],
-        rows * length,
-        rows,
-        offsets,
-        None,
-        length=length or None,
-        kind=_TENSOR,
-    )
+    tensor = tensor.detach()
+    part = _as_array(tensor, dtype) if tensor.is_cpu else tensor
+    return plan_stacked(dtype, part, tensor.shape, _TENSOR)
 
 
 def plan_tensors(
@@ -85,30 +76,40 @@ def plan_tensors(
         valid: which are not.
         varying: whether all dimensions are free in the field's schema.
     """
+    torch = sys.modules["torch"]
     for layout in set(map(_layout, rows)):
         _strided(name, layout)
+    if any(map(_requires_grad, rows)):
+        rows = [row.detach() for row in rows]
     dtypes = set(map(_dtype, rows))
-    dims = {row.dim() for row in rows}
+    dims = set(map(torch.Tensor.dim, rows))
     if len(dtypes) > 1 or len(dims) > 1:
         raise disagreement(name, [(_name_of(name, row.dtype), tuple(row.shape)) for row in rows])
     dtype = _name_of(name, rows[0].dtype)
-    torch = sys.modules["torch"]
     if dims == {0}:
-        with torch.no_grad():
-            stacked = torch.stack(list(rows)).cpu()
-        bits = BITS.get(dtype)
-        values = (stacked.view(getattr(torch, bits)) if bits else stacked).numpy()
+        values = _as_array(torch.stack(list(rows)).cpu(), dtype)
         return plan_scalars(dtype, values, count, valid, _LIST_OF_TENSORS)
-    if dims == {1} and not varying:
-        lengths = list(map(torch.Tensor.numel, rows))
-        return plan_ragged(dtype, (), rows, lengths, count, valid, _LIST_OF_TENSORS)
-    shapes = list(map(_shape, rows))
-    if dims != {1} and (varying or len({shape[1:] for shape in shapes}) > 1):
-        flat = [row.detach().reshape(-1) for row in rows]
-        trailing = (-1,) * (dims.pop() - 1) if varying else None
-        return plan_varying(dtype, shapes, flat, count, valid, _LIST_OF_TENSORS, trailing=trailing)
-    lengths = [shape[0] for shape in shapes]
-    return plan_ragged(dtype, shapes[0][1:], rows, lengths, count, valid, _LIST_OF_TENSORS)
+    if dims == {1}:
+        lengths, trailing = list(map(torch.Tensor.numel, rows)), ()
+    else:
+        shapes = list(map(_shape, rows))
+        if varying or len({shape[1:] for shape in shapes}) > 1:
+            flat = [row.reshape(-1) for row in rows]
+            trailing = (-1,) * (dims.pop() - 1) if varying else None
+            return plan_varying(dtype, shapes, flat, count, valid, _LIST_OF_TENSORS, trailing=trailing)
+        lengths, trailing = [shape[0] for shape in shapes], shapes[0][1:]
+    if sum(lengths) * rows[0].element_size() * math.prod(trailing) <= _SMALL and all(map(_is_cpu, rows)):
+        rows = [_as_array(torch.cat(list(rows)), dtype)]
+    return plan_ragged(dtype, trailing, rows, lengths, count, valid, _LIST_OF_TENSORS)
+
+
+def _as_array(tensor: Any, dtype: str) -> np.ndarray:
+    """A tensor on the CPU as the array it is stored as, on the same memory."""
+    if dtype in BITS:
+        tensor = tensor.view(getattr(sys.modules["torch"], BITS[dtype]))
+    elif tensor.is_conj() or tensor.is_neg():
+        tensor = tensor.resolve_conj().resolve_neg()
+    return tensor.numpy()
 
 
 def _plan_nested(name: str, tensor: Any) -> ColumnPlan:
