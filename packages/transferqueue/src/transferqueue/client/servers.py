@@ -136,6 +136,7 @@ class Remote:
             lambda why: StorageLost(
                 f"storage unit {number} at {address} {why}", unit=number, address=address
             ),
+            carries_payload=True,
         )
 
 

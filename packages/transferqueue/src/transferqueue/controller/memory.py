@@ -4,6 +4,7 @@ at those.
 
 import os
 import secrets
+from bisect import bisect
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +19,6 @@ SLAB_BYTES = 1 << 20
 ARENA_BYTES = 1 << 28
 _ALIGNMENT = 64
 _PAGE = 4096
-_REMEMBERED = 16  # ranges of a grant that a new one is checked against: clients go upwards
 
 
 class Block:
@@ -65,7 +65,8 @@ class Grant:
     Attributes:
         owner: the session; None for the controller's own.
         unit: the storage unit it is written through; None: in place.
-        named: ranges that were committed; they are not the client's any more.
+        slab: it is for many small puts, and goes on after each.
+        named: ranges that were committed, sorted; they are not the client's any more.
         written: ranges that the unit reported; only of grants that have a unit.
         abandoned: named ranges that no block came of; free when the grant ends.
     """
@@ -76,6 +77,7 @@ class Grant:
     start: int
     stop: int
     unit: int | None
+    slab: bool = False
     named: list[tuple[int, int]] = field(default_factory=list)
     written: set[tuple[int, int]] = field(default_factory=set)
     abandoned: list[tuple[int, int]] = field(default_factory=list)
@@ -180,17 +182,20 @@ class Memory:
         """Takes a range out of a grant: it is the controller's now.
 
         Raises:
-            InvalidArgument: the grant is over, another's, or the range is not all in it and unnamed.
+            InvalidArgument: the grant is over, another's, or the range is not all in it, aligned and unnamed.
         """
         grant = self.grants.get(where.grant)
         if grant is None or grant.owner != owner or grant.arena != where.arena:
             raise InvalidArgument("the memory of this put was given up; put again", grant=where.grant)
-        fits = grant.start <= where.start < where.stop <= grant.stop
-        for start, stop in grant.named[-_REMEMBERED:]:
-            fits = fits and (stop <= where.start or where.stop <= start)
-        if not fits:
-            raise InvalidArgument("a put names memory that is not its own", grant=where.grant)
-        grant.named.append((where.start, where.stop))
+        named, at = grant.named, bisect(grant.named, (where.start, where.stop))
+        if not (
+            grant.start <= where.start < where.stop <= grant.stop
+            and not (where.start | where.stop) % _ALIGNMENT
+            and (at == 0 or named[at - 1][1] <= where.start)
+            and (at == len(named) or where.stop <= named[at][0])
+        ):
+            raise InvalidArgument("a put names memory that is not its own")
+        named.insert(at, (where.start, where.stop))
         return grant
 
     def discard(self, where: Range) -> None:
@@ -207,7 +212,7 @@ class Memory:
             return
         free = self._arenas[grant.arena].free
         at = grant.start
-        for start, stop in sorted(grant.named):
+        for start, stop in grant.named:
             free.add(at, start)
             at = stop
         free.add(at, grant.stop)

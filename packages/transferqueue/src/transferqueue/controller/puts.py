@@ -62,7 +62,7 @@ class Puts:
     # -- memory ----------------------------------------------------------------------------------------------
 
     def slab(self, call: Call, body: TakeSlab) -> None:
-        self._grant(call, SLAB_BYTES, body.remote)
+        self._grant(call, SLAB_BYTES, body.remote).slab = True
 
     def reserve_update(self, call: Call, body: ReserveUpdate) -> None:
         self._grant(call, _positive(body.span), body.remote)
@@ -164,10 +164,10 @@ class Puts:
         else:
             self._arrived(call, grant, body)
 
-    def written(self, where: Range) -> None:
+    def written(self, unit: int, where: Range) -> None:
         """A unit says that a range is filled."""
         grant = self._memory.grants.get(where.grant)
-        if grant is None or grant.unit is None:
+        if grant is None or grant.unit != unit:
             return  # given up meanwhile; its memory is free once the unit has forgotten it
         grant.written.add((where.start, where.stop))
         call = self._coming.pop((where.grant, where.start), None)
@@ -253,7 +253,7 @@ class Puts:
 
     def end_if_large(self, grant: Grant | None) -> None:
         """A grant that was for one put is over with it; a slab goes on."""
-        if grant is not None and grant.stop - grant.start != SLAB_BYTES:
+        if grant is not None and not grant.slab:
             self.end_grant(grant)
 
     # -- waiting for room ------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ parts that own the state, and does what follows from them before anything is ans
 
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from ..ids import new_generation
 from ..introspection.statistics import MemoryStats, StoreStats, UnitStats, partition_stats
@@ -36,6 +37,7 @@ from ..wire.messages import (
     Return,
     Stats,
     TakeSlab,
+    Write,
     Written,
     encoder,
 )
@@ -60,6 +62,7 @@ class ControllerService:
         backing: where memory comes from.
         units: how many storage units there will be.
         max_bytes: payload bytes in the whole store, or None.
+        secret: by which units are known.
         ready: called once, when all storage units are there.
     """
 
@@ -69,6 +72,7 @@ class ControllerService:
         backing: Backing,
         units: int,
         max_bytes: int | None,
+        secret: str,
         ready: Callable[[], None],
     ) -> None:
         self._node = node
@@ -77,7 +81,9 @@ class ControllerService:
         self._timers = Timers()
         self._shelves = Shelves(max_bytes)
         self._memory = Memory(backing, self._arena_made)
-        self._units = Units(units, lambda: [self._memory.arena(n) for n in self._memory.arenas], self._timers)
+        self._units = Units(
+            units, secret, lambda: [self._memory.arena(n) for n in self._memory.arenas], self._timers
+        )
         self._puts = Puts(new_generation(), self._shelves, self._memory, self._units, self._timers)
         self._fetches = Fetches(self._shelves, self._memory, self._timers)
         self._compaction = Compaction(self._shelves, self._memory, self._units)
@@ -117,7 +123,7 @@ class ControllerService:
                 self._partition(number).extend(lease, lease_seconds(seconds), now)
                 call.reply(Done())
             case Written(where):
-                self._puts.written(where)
+                self._puts.written(self._units.number_of(call), where)
                 call.reply(Done())
             case Report():
                 self._units.report(call, call.body)
@@ -170,6 +176,9 @@ class ControllerService:
     def resume(self, session: Session, pins: Sequence[int]) -> None:
         self._sessions[session.number] = session
         self._memory.set_pins(session.number, pins)
+
+    def more(self, call: Call, body: Write, payload: Any) -> None:
+        call.refuse()
 
     def release(self, session: Session, blocks: Sequence[int]) -> None:
         self._memory.unpin(session.number, blocks)

@@ -1,11 +1,12 @@
 """The storage units as the controller sees them: who is there, and what they have been told to do."""
 
+import hmac
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..errors import StorageLost
+from ..errors import StorageLost, Unauthorized
 from ..wire.messages import (
     Announce,
     Attach,
@@ -54,11 +55,15 @@ class Units:
 
     Args:
         expected: how many the store was started with.
+        secret: what a unit has to know.
         arenas: the arenas there are, for a unit that comes (again).
     """
 
-    def __init__(self, expected: int, arenas: Callable[[], Sequence[Arena]], timers: Timers) -> None:
+    def __init__(
+        self, expected: int, secret: str, arenas: Callable[[], Sequence[Arena]], timers: Timers
+    ) -> None:
         self.expected = expected
+        self._secret = secret.encode()
         self._arenas = arenas
         self._timers = timers
         self._units: dict[int, Unit] = {}
@@ -80,7 +85,9 @@ class Units:
         return sorted(self._units)
 
     def announce(self, call: Call, body: Announce) -> None:
-        """A unit is here, for the first time or again."""
+        """A unit is here, for the first time or again. Unauthorized if it is none of this store's."""
+        if not (call.local and hmac.compare_digest(body.secret.encode(), self._secret)):
+            raise Unauthorized("only the storage units that were started with this store may announce themselves")
         unit = Unit(body.address, call.session)
         self._lose(body.number, "was replaced")
         self._units[body.number] = unit
@@ -148,14 +155,19 @@ class Units:
         connection.send(encoder.encode(reply), None, [descriptor for _, descriptor in arenas])
 
     def report(self, call: Call, body: Report) -> None:
+        unit = self._units[self.number_of(call)]
         call.reply(Done())
-        for unit in self._units.values():
+        unit.silent = False
+        done = unit.orders.pop(body.order, None)
+        if done is not None:
+            done(body.error, body.values)
+
+    def number_of(self, call: Call) -> int:
+        """Which unit is asking. Unauthorized if none is."""
+        for number, unit in self._units.items():
             if unit.session is call.session:
-                unit.silent = False
-                done = unit.orders.pop(body.order, None)
-                if done is not None:
-                    done(body.error, body.values)
-                return
+                return number
+        raise Unauthorized(f"{type(call.body).__name__} is for storage units to say")
 
     def gone(self, session: Session) -> None:
         """A connection has ended; if it was a unit's, the unit is lost."""

@@ -13,6 +13,7 @@ class Assignment(msgspec.Struct, frozen=True):
         local: abstract Unix socket of the controller.
         unit: number of the storage unit; None for the controller.
         units: how many of them there are.
+        secret: known to the processes of this store alone: how the controller knows a unit from a client.
         curve: public and secret CURVE key (Z85), or None.
     """
 
@@ -22,6 +23,7 @@ class Assignment(msgspec.Struct, frozen=True):
     token: str | None
     max_frame_bytes: int
     local: str
+    secret: str
     units: int
     unit: int | None = None
     max_bytes: int | None = None

@@ -119,7 +119,7 @@ def serve(
     local = f"transferqueue-{secrets.token_hex(16)}"
     common = {
         "parent": os.getpid(), "host": host, "token": token, "max_frame_bytes": frame_bytes,
-        "local": local, "units": storage_units, "curve": keys,
+        "local": local, "secret": secrets.token_hex(32), "units": storage_units, "curve": keys,
     }  # fmt: skip
     assignments = [Assignment(port=port, max_bytes=limit, **common)]
     assignments += [Assignment(port=0, unit=number, **common) for number in range(storage_units)]

@@ -19,10 +19,13 @@ from ..controller.service import ControllerService
 from ..storage.overseer import Overseer
 from ..storage.unit import StorageUnit
 from ..transport.arenas import SharedMemory
+from ..transport.receive_buffers import keep_freed_memory
 from ..wire.listeners import LocalListener, ZmqListener
-from ..wire.messages import UnitAddress
+from ..wire.messages import MAX_HEADER_BYTES, UnitAddress
 from ..wire.node import Node
 from .assignment import Assignment, Listening
+
+_UNIT_MESSAGE_BYTES = 1 << 26  # payload comes in chunks; what may be long is a list of places
 
 
 def main() -> int:
@@ -42,7 +45,8 @@ def main() -> int:
         remote = ZmqListener(
             assignment.host,
             assignment.port,
-            max_frame_bytes=assignment.max_frame_bytes,
+            max_message_bytes=MAX_HEADER_BYTES if assignment.unit is None else _UNIT_MESSAGE_BYTES,
+            waiting=10_000 if assignment.unit is None else 8,
             keys=None if assignment.curve is None else _keys(assignment.curve),
         )
     except zmq.ZMQError as error:
@@ -67,6 +71,7 @@ def _control(assignment: Assignment, remote: ZmqListener, lifelines: list[int]) 
         SharedMemory(),
         assignment.units,
         assignment.max_bytes,
+        assignment.secret,
         ready=lambda: _say(Listening(remote.port)),
     )
     # A collection of all the metadata takes long and finds nothing: it has no cycles.
@@ -77,7 +82,8 @@ def _control(assignment: Assignment, remote: ZmqListener, lifelines: list[int]) 
 
 def _store(assignment: Assignment, number: int, remote: ZmqListener, lifelines: list[int]) -> None:
     node = Node(remote, None, token=assignment.token, max_frame_bytes=assignment.max_frame_bytes)
-    overseer = Overseer(assignment.local, assignment.token, node.poll)
+    keep_freed_memory()
+    overseer = Overseer(assignment.local, assignment.token, assignment.secret, node.poll)
     unit = StorageUnit(UnitAddress(number, assignment.host, remote.port), overseer)
     _say(Listening(remote.port))
     node.run(unit, lifelines)

@@ -21,12 +21,14 @@ class Overseer:
     Args:
         name: of the controller's local listener.
         token: of the store.
+        secret: by which the controller knows that this is a unit.
         poll: of the unit's process.
     """
 
-    def __init__(self, name: str, token: str | None, poll: Poll) -> None:
+    def __init__(self, name: str, token: str | None, secret: str, poll: Poll) -> None:
         self._name = name
         self._token = token
+        self._secret = secret
         self._poll = poll
         self._socket: socket.socket | None = None
         self._unsent = bytearray()
@@ -65,7 +67,7 @@ class Overseer:
         self._unsent.clear()
         self._poll.watch(self._socket.fileno(), self._ready)
         self._send(self._session.hello() + self._session.repeated())
-        self.tell(Announce(self._address.number, self._address))
+        self.tell(Announce(self._address.number, self._address, self._secret))
         self._again()
 
     def tell(self, body: Announce | Report | Written) -> None:

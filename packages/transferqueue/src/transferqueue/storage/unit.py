@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import xxhash
 
-from ..errors import Corrupt, InvalidArgument, QueueError
+from ..errors import InvalidArgument, QueueError
 from ..transport.arenas import ArenaMap
 from ..transport.places import pieces_of
 from ..values.block import block_nbytes, is_checked, read_block, write_block
@@ -30,7 +30,10 @@ from ..wire.messages import (
     Written,
 )
 from ..wire.node import Call, Session
+from .incoming import Incoming
 from .overseer import Overseer
+
+_NOTHING = np.empty(0, np.uint8)
 
 
 class StorageUnit:
@@ -47,6 +50,7 @@ class StorageUnit:
         self._overseer = overseer
         self._expected: dict[int, Range] = {}
         self._written: dict[int, list[Range]] = {}
+        self._incoming: dict[Call, Incoming] = {}
         self.read_bytes = self.written_bytes = 0
         overseer.start(self._address, self._arenas, self._ordered, self._again)
 
@@ -54,46 +58,53 @@ class StorageUnit:
 
     def handle(self, call: Call) -> None:
         match call.body:
-            case Write(where):
-                self._write(where, call.payload)
-                call.reply(Done())
+            case Write():
+                self._incoming[call] = Incoming(self._arenas, self._checked(call.body.range))
+                self.more(call, call.body, call.payload)
             case Read(places, fields):
                 header, payload = self._read(places, fields)
                 self.read_bytes += len(payload)
-                call.reply(Values(header), payload)
+                call.reply(Values(header, len(payload)), payload)
             case _:
                 call.refuse()
 
-    def _write(self, where: Range, payload: memoryview) -> None:
-        """Takes a block that a client has laid out.
+    def more(self, call: Call, body: Write, payload: memoryview) -> None:
+        """Takes the next part of a block.
 
         Raises:
-            InvalidArgument: the range is not, or no longer, to be written.
+            InvalidArgument: the range is no longer to be written.
             Corrupt: the block is not whole.
         """
-        expected = self._expected.get(where.grant)
-        inside = (
-            expected is not None
-            and expected.arena == where.arena
-            and expected.start <= where.start < where.stop <= expected.stop
-        )
-        if not inside:
-            raise InvalidArgument("the memory of this put was given up; put again", grant=where.grant)
-        if len(payload) != where.stop - where.start:
-            raise Corrupt(f"{len(payload)} bytes came for a range of {where.stop - where.start}")
-        block = np.frombuffer(payload, np.uint8)
-        header, frame = read_block(block, where.grant, "a block on its way")
-        if is_checked(block) and xxhash.xxh3_64_intdigest(frame) != header.checksum:
-            raise Corrupt(
-                f"a block of {len(block)} bytes does not match its checksum; it was changed on the way"
-            )
-        decode(header, frame, verify=False)  # a description that does not fit is refused here, not at readers
-        self._arenas.write(where.arena, where.start, where.stop)[:] = block
-        self.written_bytes += len(block)
+        try:
+            incoming = self._incoming[call]
+            if body.range != incoming.where:
+                raise InvalidArgument("a part of another put", grant=body.range.grant)
+            self._checked(body.range)
+            done = incoming.take(body.at, np.frombuffer(payload, np.uint8) if len(payload) else _NOTHING)
+        except QueueError:
+            self._incoming.pop(call, None)
+            raise
+        if not done:
+            return
+        del self._incoming[call]
+        where = body.range
+        self.written_bytes += where.stop - where.start
         written = self._written.setdefault(where.grant, [])
         if where not in written:
             written.append(where)
         self._overseer.tell(Written(where))
+        call.reply(Done())
+
+    def _checked(self, where: Range) -> Range:
+        """The range, if the controller lets it be written."""
+        expected = self._expected.get(where.grant)
+        if (
+            expected is None
+            or expected.arena != where.arena
+            or not expected.start <= where.start < where.stop <= expected.stop
+        ):
+            raise InvalidArgument("the memory of this put was given up; put again", grant=where.grant)
+        return where
 
     def _read(self, places: Places, fields: list[str] | None) -> tuple[FrameHeader, np.ndarray]:
         headers: list[FrameHeader] = []
@@ -170,7 +181,9 @@ class StorageUnit:
         """Clients hold nothing here."""
 
     def forget(self, session: Session) -> None:
-        """Clients hold nothing here."""
+        """A client is gone: what it had not finished is nothing."""
+        for call in [call for call in self._incoming if call.session is session]:
+            del self._incoming[call]
 
     def close(self) -> None:
         self._overseer.close()

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
-
 _TELL_BYTES = 1 << 20  # let go of since the controller last heard, above which it is told at once
 _TELL_BLOCKS = 64
 

@@ -11,8 +11,9 @@ from ..values.frame import decode
 from ..wire.messages import Places, Range, Read, Values, Write
 from ..wire.steps import Exchange, Steps, expect
 from .pins import Pins
+from .receive_buffers import ReceiveBuffers
 
-_ALIGNMENT = 64
+_IDLE_BYTES = 1 << 28  # of memory kept for the next puts
 
 
 class ZmqTransport:
@@ -32,14 +33,13 @@ class ZmqTransport:
         self._peer = peer
         self._pins = pins
         self._turn = 0
+        self._buffers = ReceiveBuffers(_IDLE_BYTES)
 
     def stage(self, where: Range) -> np.ndarray:
-        buffer = np.empty(where.stop - where.start + _ALIGNMENT, np.uint8)
-        skipped = -buffer.ctypes.data % _ALIGNMENT
-        return buffer[skipped : skipped + where.stop - where.start]
+        return self._buffers.take(where.stop - where.start)
 
     def send(self, unit: int, where: Range, block: np.ndarray, deadline: float) -> list[Exchange]:
-        return [Exchange(self._peer(unit), Write(where), deadline, block)]
+        return [Exchange(self._peer(unit), Write(where, 0), deadline, block)]
 
     def read(self, places: Places, fields: Sequence[str] | None, deadline: float) -> Steps[dict[str, Column]]:
         try:
@@ -56,7 +56,8 @@ class ZmqTransport:
                 except StorageLost as error:
                     lost = error  # another unit has the same memory
                 else:
-                    return decode(expect(answer, Values).frame, answer.payload)
+                    values = expect(answer, Values)
+                    return decode(values.frame, answer.payload, verify=not answer.summed)
             raise lost or StorageLost("the store has no storage unit", unit=-1, address="")
         finally:
             self._pins.let_go(*(handle.block for handle in places.blocks))

@@ -16,10 +16,11 @@ SLACK = 1.0  # seconds a server that is alive has to tell us that our deadline p
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What came back: the body, and the payload as a buffer."""
+    """What came back: the body, and the payload as a buffer. `summed`: its checksum is found right."""
 
     body: ReplyBody
     payload: Any = b""
+    summed: bool = False
 
 
 class Pending(Protocol):

@@ -19,34 +19,71 @@ from itertools import count
 from typing import Any
 
 import msgspec
+import numpy as np
+import xxhash
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from ..errors import Malformed, QueueError, Timeout, Unauthorized, named
+from ..errors import Corrupt, Malformed, QueueError, Timeout, Unauthorized, named
 from ..transport.pins import Pins
+from ..transport.receive_buffers import ReceiveBuffers, keep_freed_memory
 from .channel import SLACK, Answer, deadline_of, encoded, handles_of
 from .messages import (
+    CHUNK,
     COPY_BELOW,
     MAX_FRAME_BYTES,
     PROTOCOL,
     Cancel,
+    Chunk,
     Failure,
     Fetch,
     FetchChosen,
     Hello,
     Leased,
     Nack,
+    Range,
     Release,
     Request,
     RequestBody,
+    Values,
     Welcome,
+    Write,
     decode_reply,
     encoder,
 )
 
+_IDLE_BYTES = 1 << 28  # of receive buffers kept for the next answers
 _GREETED = zmq.EVENT_HANDSHAKE_SUCCEEDED
 _LEFT = zmq.EVENT_DISCONNECTED
 _REFUSED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+
+
+class Arriving:
+    """The payload of an answer that comes in parts."""
+
+    def __init__(self, values: Values, buffer: np.ndarray) -> None:
+        self.values = values
+        self.buffer = buffer
+        self._at = 0
+        self._sum = xxhash.xxh3_64()
+
+    def take(self, at: int, part: Any) -> bool:
+        """Copies a part to its place; returns whether all are there.
+
+        Raises:
+            Corrupt: the parts do not follow each other, are too many, or do not match their checksum.
+        """
+        end = at + len(part)
+        if at != self._at or end > len(self.buffer) or not len(part):
+            raise Corrupt(
+                f"bytes {at} to {end} came where those from {self._at} of {len(self.buffer)} were due"
+            )
+        self.buffer[at:end] = np.frombuffer(part, np.uint8)
+        self._sum.update(self.buffer[at:end])
+        self._at = end
+        if end == len(self.buffer) and self._sum.intdigest() != self.values.frame.checksum:
+            raise Corrupt(f"a frame of {end} bytes does not match its checksum; it was changed on the way")
+        return end == len(self.buffer)
 
 
 @dataclass(eq=False, slots=True)
@@ -62,6 +99,7 @@ class Pending:
     id: int = 0
     greeting: int = 0
     withdrawn: bool = False  # the server was told to undo it
+    incoming: "Arriving | None" = None
 
 
 @dataclass(eq=False, slots=True)
@@ -70,12 +108,15 @@ class Peer:
 
     Attributes:
         lost: makes the error that says this peer is gone, from the reason.
+        carries_payload: what comes from it is large and read at once: few messages are kept waiting, so that
+            their memory is used again.
         greeting: how often we said hello; a request sent before the last hello is repeated after the welcome.
     """
 
     name: str
     address: str
     lost: Callable[[str], QueueError]
+    carries_payload: bool = False
     welcome: "Future[Welcome]" = field(default_factory=Future)
     socket: Any = None
     monitor: Any = None
@@ -108,6 +149,7 @@ class Link:
         self._patience = patience
         self._pins = pins
         self._server_key = server_key
+        self._buffers = ReceiveBuffers(_IDLE_BYTES)
         self._keys = zmq.curve_keypair() if server_key is not None else None
         self._client = secrets.randbits(62)
         self._pid = os.getpid()
@@ -124,9 +166,13 @@ class Link:
 
     # -- any thread ------------------------------------------------------------------------------------------
 
-    def peer(self, name: str, address: str, lost: Callable[[str], QueueError]) -> Peer:
+    def peer(
+        self, name: str, address: str, lost: Callable[[str], QueueError], *, carries_payload: bool = False
+    ) -> Peer:
         """Starts connecting to a server; `peer.welcome` ends with its welcome or the reason why not."""
-        peer = Peer(name, address, lost)
+        if carries_payload:
+            keep_freed_memory()
+        peer = Peer(name, address, lost, carries_payload)
         self._tell("connect", peer)
         return peer
 
@@ -211,6 +257,7 @@ class Link:
             self._fail(peer, QueueError("this client was closed while the request was under way"), final=True)
             peer.socket.disable_monitor()
         self._context.destroy(linger=0)
+        self._buffers.close()
         self._pins.notify = None
         os.close(self._wake)
 
@@ -239,7 +286,7 @@ class Link:
         socket = peer.socket = self._context.socket(zmq.DEALER)
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.SNDHWM, 0)
-        socket.setsockopt(zmq.RCVHWM, 0)
+        socket.setsockopt(zmq.RCVHWM, 8 if peer.carries_payload else 0)
         socket.setsockopt(zmq.IPV6, 1 if "[" in peer.address else 0)
         socket.setsockopt(zmq.RECONNECT_IVL, 50)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
@@ -315,9 +362,21 @@ class Link:
         )  # a Request
         if pending.payload is None:
             peer.socket.send(header)
+        elif isinstance(pending.body, Write) and len(pending.payload) > CHUNK:
+            self._send_in_chunks(pending, pending.body.range, timeout)
         else:
             peer.socket.send(header, zmq.SNDMORE)
             peer.socket.send(pending.payload, copy=len(pending.payload) < COPY_BELOW)
+
+    @staticmethod
+    def _send_in_chunks(pending: Pending, where: Range, timeout: float) -> None:
+        peer = pending.peer
+        below = next(iter(peer.outstanding))
+        for at in range(0, len(pending.payload), CHUNK):
+            peer.socket.send(
+                encoder.encode(Request(pending.id, below, timeout, Write(where, at))), zmq.SNDMORE
+            )
+            peer.socket.send(pending.payload[at : at + CHUNK], copy=False)
 
     def _cancel(self, pending: Pending) -> None:
         peer, body = pending.peer, pending.body
@@ -343,7 +402,9 @@ class Link:
             )
             return True
         body = reply.body
-        if isinstance(body, Welcome):
+        if isinstance(body, Values | Chunk):
+            self._take_values(peer, reply.id, body, frames[1].buffer if len(frames) > 1 else b"")
+        elif isinstance(body, Welcome):
             self._welcomed(peer, body)
         elif isinstance(body, Failure) and body.kind == "HelloRequired":
             if peer.greeted == peer.greeting:
@@ -364,6 +425,31 @@ class Link:
             else:
                 _end(pending, Answer(body, frames[1].buffer if len(frames) > 1 else b""))
         return True
+
+    def _take_values(self, peer: Peer, number: int, body: Values | Chunk, payload: Any) -> None:
+        """The payload of an answer, whole or in parts."""
+        pending = peer.outstanding.get(number)
+        if pending is None:
+            return
+        if isinstance(body, Values):
+            if body.nbytes == len(payload):
+                del peer.outstanding[number]
+                _end(pending, Answer(body, payload))
+                return
+            pending.incoming = Arriving(body, self._buffers.take(body.nbytes))
+            return
+        if pending.incoming is None:
+            return  # of a connection that was lost since
+        try:
+            done = pending.incoming.take(body.at, payload)
+        except Corrupt as error:
+            done, outcome = True, error
+        else:
+            outcome = Answer(pending.incoming.values, pending.incoming.buffer, summed=True)
+        if done:
+            del peer.outstanding[number]
+            pending.incoming = None
+            _end(pending, outcome)
 
     def _welcomed(self, peer: Peer, welcome: Welcome) -> None:
         if peer.incarnation is not None and peer.incarnation != welcome.incarnation:

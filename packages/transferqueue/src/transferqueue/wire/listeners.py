@@ -121,6 +121,8 @@ class ZmqListener:
 
     Args:
         port: 0 takes a free one.
+        max_message_bytes: larger ones end the connection they come by.
+        waiting: messages of a peer that are received before they are handled.
         keys: public and secret CURVE key; clients then need the public one. None: plain TCP.
 
     Raises:
@@ -128,7 +130,13 @@ class ZmqListener:
     """
 
     def __init__(
-        self, host: str, port: int, *, max_frame_bytes: int, keys: tuple[bytes, bytes] | None
+        self,
+        host: str,
+        port: int,
+        *,
+        max_message_bytes: int,
+        waiting: int = 10_000,
+        keys: tuple[bytes, bytes] | None = None,
     ) -> None:
         self.stirred = True  # there may be something to read
         self._context = zmq.Context()
@@ -136,11 +144,9 @@ class ZmqListener:
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self.socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
-        self.socket.setsockopt(
-            zmq.MAXMSGSIZE, max_frame_bytes + (1 << 20)
-        )  # a block's prologue and description
+        self.socket.setsockopt(zmq.MAXMSGSIZE, max_message_bytes)
         self.socket.setsockopt(zmq.SNDHWM, 100_000)
-        self.socket.setsockopt(zmq.RCVHWM, 10_000)
+        self.socket.setsockopt(zmq.RCVHWM, waiting)
         self.socket.setsockopt(zmq.IPV6, 1 if ":" in host else 0)
         if keys is not None:
             self.socket.curve_server = True

@@ -18,6 +18,9 @@ PROTOCOL = 2
 MAX_FRAME_BYTES = 1 << 30
 MAX_HEADER_BYTES = 1 << 28  # of a header on a local connection
 COPY_BELOW = 65_536  # bytes; below this a copy is cheaper than lending the buffer to the socket
+# Bytes of payload in one message. A larger payload goes as several: the memory that libzmq receives one into
+# is then that of the one before, where a single message would be faulted in page by page.
+CHUNK = 1 << 20
 
 
 class _Body(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -364,9 +367,12 @@ class Stats(_Body, frozen=True):
 
 
 class Write(_Body, frozen=True):
-    """Puts the payload, a block laid out elsewhere, into its range."""
+    """Puts the payload, the bytes from `at` on of a block laid out elsewhere, into its range. All messages of
+    one block are one request; the one that completes it is answered.
+    """
 
     range: Range
+    at: int
 
 
 class Read(_Body, frozen=True):
@@ -377,17 +383,27 @@ class Read(_Body, frozen=True):
 
 
 class Values(_Body, frozen=True):
+    """A frame of `nbytes` bytes: the payload of this message, or of the `Chunk` messages behind it."""
+
     frame: FrameHeader
+    nbytes: int
+
+
+class Chunk(_Body, frozen=True):
+    """The bytes from `at` on of the payload of an answer."""
+
+    at: int
 
 
 # -- between controller and storage unit ---------------------------------------------------------------------
 
 
 class Announce(_Body, frozen=True):
-    """A storage unit is ready."""
+    """A storage unit is ready. `secret` is what only the processes of this store were told."""
 
     number: int
     address: UnitAddress
+    secret: str
 
 
 class Written(_Body, frozen=True):
@@ -467,7 +483,7 @@ StorageRequest = Write | Read | ReadStats
 RequestBody = Hello | Goodbye | Cancel | Release | ControllerRequest | StorageRequest
 ReplyBody = (
     Welcome | Opened | Granted | Committed | Leased | Located | Candidates | Admitted | Flag | LedgerPage |
-    Stats | Values | Done | Failure | Order
+    Stats | Values | Chunk | Done | Failure | Order
 )  # fmt: skip
 
 

@@ -17,9 +17,11 @@ import msgspec
 from ..errors import Malformed, ProtocolMismatch, QueueError, Timeout, TooLarge, Unauthorized
 from .listeners import Connection, LocalListener, Poll, ZmqListener
 from .messages import (
+    CHUNK,
     PROTOCOL,
     ArenaHere,
     Cancel,
+    Chunk,
     Done,
     Failure,
     Goodbye,
@@ -36,6 +38,7 @@ from .messages import (
     RequestBody,
     UnitAddress,
     Welcome,
+    Write,
     decode_request,
     encoder,
 )
@@ -54,6 +57,10 @@ class Service(Protocol):
 
     def handle(self, call: "Call") -> None:
         """Answers the call now, or keeps it and answers later. A QueueError it raises is the answer."""
+        ...
+
+    def more(self, call: "Call", body: Write, payload: Any) -> None:
+        """A further part of a request that waits for it."""
         ...
 
     def release(self, session: "Session", blocks: Sequence[int]) -> None:
@@ -270,6 +277,8 @@ class Node:
             self._service.release(session, body.blocks)
         elif request.id < session.low:
             return
+        elif isinstance(body, Write) and (body.at or request.id in session.waiting):
+            self._more(session, request.id, body, payload)
         elif request.id in session.answers:
             answered = session.answers[request.id]
             self._outbox.append(lambda: self._deliver(session, answered, None))
@@ -315,6 +324,14 @@ class Node:
                     self._service.handle(call)
         except QueueError as error:
             call.fail(error)
+
+    def _more(self, session: Session, number: int, body: Write, payload: Any) -> None:
+        call = session.waiting.get(number)
+        if call is not None:  # otherwise the block was refused at an earlier part
+            try:
+                self._service.more(call, body, payload)
+            except QueueError as error:
+                call.fail(error)
 
     def _forget(self, session: Session) -> None:
         if self._sessions.get(session.number) is session:
@@ -416,6 +433,12 @@ class Node:
 
     @staticmethod
     def _put_on(connection: Connection, session: Session, answered: Answered, payload: Any) -> bool:
+        if payload is not None and len(payload) > CHUNK:
+            sent = connection.send(answered.encoded)
+            for at in range(0, len(payload), CHUNK):
+                chunk = encoder.encode(Reply(answered.id, Chunk(at)))
+                sent = sent and connection.send(chunk, payload[at : at + CHUNK])
+            return sent
         if not connection.local or session.arenas.issuperset(here.arena for here, _ in answered.arenas):
             return connection.send(answered.encoded, payload)
         new = [arena for arena in answered.arenas if arena[0].arena not in session.arenas]
