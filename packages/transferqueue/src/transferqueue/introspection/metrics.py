@@ -90,9 +90,11 @@ def _units(stats: StoreStats) -> Iterator[Metric]:
     labels = ("unit",)
     info = InfoMetricFamily("transferqueue_unit", "Where a storage unit listens.", labels=labels)
     up = _gauge("unit_up", "Whether the storage unit answers the controller.", labels=labels)
-    arenas = _gauge("unit_arenas", "Arenas of the storage unit.", labels=labels)
-    capacity = _gauge("unit_capacity_bytes", "Size of the storage unit's arenas.", labels=labels)
-    used = _gauge("unit_used_bytes", "Memory in use in the storage unit's arenas.", labels=labels)
+    arenas = _gauge(
+        "unit_arenas", "Arenas the storage unit serves; units of one host share them.", labels=labels
+    )
+    capacity = _gauge("unit_capacity_bytes", "Size of the arenas the storage unit serves.", labels=labels)
+    used = _gauge("unit_used_bytes", "Memory in use in the arenas the storage unit serves.", labels=labels)
     read = _counter("unit_network_read_bytes", "Payload sent to clients of other hosts.", labels)
     written = _counter("unit_network_written_bytes", "Payload received from clients of other hosts.", labels)
     for unit in stats.units:

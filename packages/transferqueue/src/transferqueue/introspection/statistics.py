@@ -93,7 +93,8 @@ class UnitStats(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
         unit: its number.
         alive: whether it answers the controller.
         address: where clients of other hosts reach it.
-        arenas, capacity, used: its arenas, their bytes, and the bytes of blocks in them.
+        arenas, capacity, used: the arenas it serves, their bytes, and the bytes of blocks in them. The units
+            of one host serve the same ones.
         network_read_bytes_total, network_written_bytes_total: payload sent to and received from clients of
             other hosts. Clients of the same host use the memory itself.
     """
