@@ -270,15 +270,16 @@ class Catalog:
                 if not held:
                     del session.open[ticket]
 
-    def leave(self, session: Session) -> list[str]:
+    def give_up(self, session: Session, ticket: int) -> str | None:
+        """Gives back what was taken by one choice. Returns the partition."""
+        name, task, indexes = session.open.pop(ticket, (None, "", []))
+        if name in self.partitions:
+            self.partitions[name].give_back(task, indexes)
+        return name
+
+    def leave(self, session: Session) -> set[str]:
         """Gives back what a dead session had open. Returns the partitions concerned."""
-        concerned: list[str] = []
-        for name, task, indexes in session.open.values():
-            if name in self.partitions:
-                self.partitions[name].give_back(task, indexes)
-                concerned.append(name)
-        session.open.clear()
-        return concerned
+        return {name for ticket in list(session.open) if (name := self.give_up(session, ticket)) is not None}
 
     def consumption(self, name: str, task: str) -> Status:
         """1 for each announced sample that the task has consumed."""
@@ -397,7 +398,7 @@ def _loaded(said: dict[str, Any], rows: dict[int, int]) -> Partition:
         sample.cells = {
             name: Cell(kind, None if shape is None else tuple(shape)) for name, kind, shape in cells
         }
-        counts.update(sample.cells)
+        counts.update(list(sample.cells))
     partition.made = said["made"]
     for name, dtype, nested, shape in said["fields"]:
         partition.fields[name] = Field(dtype, nested, None if shape is None else tuple(shape), counts[name])

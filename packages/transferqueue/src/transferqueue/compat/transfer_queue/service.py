@@ -11,7 +11,7 @@ import hmac
 import threading
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -102,27 +102,41 @@ class CatalogServer:
         session.connections += 1
         try:
             while True:
-                request = await _read(reader)
-                answer = asyncio.ensure_future(self._answer(session, request))
-                gone = asyncio.ensure_future(reader.read(1)) if _may_park(request) else None
+                answer = await self._answered(session, await _read(reader), reader)
+                if answer is None:
+                    return
                 try:
-                    # A client that waits says nothing; bytes or an end while it waits mean that it is gone.
-                    await asyncio.wait(
-                        [answer] if gone is None else [answer, gone], return_when=asyncio.FIRST_COMPLETED
-                    )
-                    if not answer.done():
-                        return
-                    await _write(writer, answer.result())
-                finally:
-                    answer.cancel()
-                    if gone is not None:
-                        gone.cancel()
+                    await _write(writer, answer.data)
+                except ConnectionError:
+                    self._undelivered(session, answer)
+                    raise
         finally:
             session.connections -= 1
             if not session.connections:
                 self._sessions = {name: one for name, one in self._sessions.items() if one is not session}
                 for partition in [] if session.left else self._catalog.leave(session):
                     self._wake(partition)
+
+    async def _answered(
+        self, session: Session, request: m.AnyRequest, reader: asyncio.StreamReader
+    ) -> "_Answer | None":
+        """The answer; None if the client left while it was waiting for it."""
+        if not (isinstance(request, m.Take | m.News) and request.patience > 0):
+            return await self._answer(session, request)
+        answer = asyncio.ensure_future(self._answer(session, request))
+        # A client says nothing while it waits, so that whatever can be read means that it is gone.
+        gone = asyncio.ensure_future(reader.read(1))
+        try:
+            await asyncio.wait([answer, gone], return_when=asyncio.FIRST_COMPLETED)
+            if not gone.done():
+                return answer.result()
+            if answer.done():
+                self._undelivered(session, answer.result())
+            return None
+        finally:
+            for task in (answer, gone):
+                task.cancel()
+            await asyncio.wait([answer, gone])
 
     async def _greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Session | None:
         hello = await _read(reader)
@@ -135,11 +149,19 @@ class CatalogServer:
         await _write(writer, b"\0" + _encode(self._welcome))
         return self._sessions.setdefault(hello.session, Session())
 
-    async def _answer(self, session: Session, request: Any) -> bytes:
+    def _undelivered(self, session: Session, answer: "_Answer") -> None:
+        """Nobody knows of what was taken; it need not wait for the end of the session."""
+        if answer.partition is not None:
+            self._catalog.give_up(session, answer.ticket)
+            self._wake(answer.partition)
+
+    async def _answer(self, session: Session, request: Any) -> "_Answer":
         try:
-            return b"\0" + _encode(await self._handle(session, request))
+            found = await self._handle(session, request)
         except QueueError as error:
-            return _failed(type(error).__name__, str(error))
+            return _Answer(_failed(type(error).__name__, str(error)))
+        taken = found if isinstance(request, m.Take) else None
+        return _Answer(b"\0" + _encode(found), *((taken.partition, taken.ticket) if taken else ()))
 
     async def _handle(self, session: Session, request: Any) -> Any:
         catalog = self._catalog
@@ -234,8 +256,12 @@ class CatalogServer:
                 news.set_result(None)
 
 
-def _may_park(request: Any) -> bool:
-    return isinstance(request, m.Take | m.News) and request.patience > 0
+class _Answer(NamedTuple):
+    """What to send, and what was taken by it."""
+
+    data: bytes
+    partition: str | None = None
+    ticket: int = 0
 
 
 def _failed(kind: str, message: str) -> bytes:

@@ -14,14 +14,14 @@ from .errors import InvalidRequest
 from .metadata import BatchMeta
 from .tensors import tensordict
 
-_NEWS_SECONDS = 1.0
+_NEWS_SECONDS = 0.5  # how late a worker sees that the loop which it feeds was left
 
 
 class StreamingDataset(IterableDataset):
     """Iterates over micro-batches of one task: pairs of a TensorDict and its `BatchMeta`.
 
-    In a `DataLoader` with several workers, worker w of n takes the rank's batches w, w + n, ...: they come in
-    order and none comes twice.
+    In a `DataLoader` with several workers, worker w of n takes the rank's batches w, w + n, ...: none comes
+    twice, and they come in the same order in every process of the rank.
 
     Args:
         config: what `init` returned, in this process or another.
@@ -39,6 +39,7 @@ class StreamingDataset(IterableDataset):
     Attributes:
         buffer: batches taken so far, so that `reset` can start over with the same.
         batch_index: position in `buffer` of the next batch.
+        ended: not 0 ends the worker processes of a loader, which share it.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class StreamingDataset(IterableDataset):
         self.sampling_config = {"dp_rank": dp_rank, "task_name": task_name}
         self.buffer: list[tuple[Any, BatchMeta]] = []
         self.batch_index = 0
+        self.ended = torch.zeros(1, dtype=torch.uint8).share_memory_()  # workers see when the loop is left
         self._client: tuple[int, TransferQueueClient] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -95,7 +97,7 @@ class StreamingDataset(IterableDataset):
         client = self._connected()
         worker = get_worker_info()
         start, step = (0, 1) if worker is None else (worker.id, worker.num_workers)
-        while True:
+        while worker is None or not self.ended.item():
             if self.batch_index < len(self.buffer):
                 batch, meta = self.buffer[self.batch_index]
                 self.batch_index += 1
@@ -221,6 +223,15 @@ class StreamingDataLoader(DataLoader):
             persistent_workers=persistent_workers,
             pin_memory_device=pin_memory_device,
         )
+
+    def __iter__(self) -> Any:
+        self._streaming.ended.zero_()
+        batches = super().__iter__()
+        try:
+            yield from batches
+        finally:
+            self._streaming.ended.fill_(1)  # before the workers are joined: they may be waiting for more
+            del batches
 
     def reset(self) -> None:
         """See `StreamingDataset.reset`."""
