@@ -180,6 +180,7 @@ class Schedule(RuleBasedStateMachine):
         enough = count if at_least is None else min(at_least, count)
         floor = enough * (N if whole else 1)
         request = Wanted(task, wanted, sampler, max_priority, min_version, floor, partial)
+        fresh = {s for s in self.order if min_version is None or self.version[s] >= min_version}
         if whole:
             units = self.ready_groups(task, max_priority, min_version)
         else:
@@ -191,13 +192,13 @@ class Schedule(RuleBasedStateMachine):
             ]
             units = [[s] for s in fits]
         try:
-            lease = self.part.lease(request, now=self.now, seconds=seconds, owner=hash(task))
+            lease = self.part.lease(request, now=self.now, seconds=seconds, owner=list(TASKS).index(task))
         except Closed:
             assert self.part.closed
             assert not units
             if not whole:
-                assert not self.ready(task)
-                assert not self.unready(task)
+                assert not fresh & set(self.ready(task))
+                assert not fresh & set(self.unready(task))
             return
         if lease is None:
             assert len(units) < (1 if partial else enough)
@@ -294,7 +295,10 @@ class Schedule(RuleBasedStateMachine):
             assert acked == self.acked[name]
             assert leased == self.leased(name)
             assert dropped == self.dropped - acked
-            assert [len(task.ready), task.counts[0]] == [len(self.ready(name)), len(self.unready(name))]
+            assert [len(task.ready), sum(task.unready.values())] == [
+                len(self.ready(name)),
+                len(self.unready(name)),
+            ]
             assert sum(task.held.values()) == len(leased)
 
     @invariant()
@@ -317,52 +321,98 @@ Schedule.TestCase.settings = settings(max_examples=60, stateful_step_count=50, d
 test_any_interleaving_keeps_the_account = Schedule.TestCase
 
 
+class Item:
+    """Something to order; the queue keeps its own marks in it."""
+
+    def __init__(self, priority: int, order: int, version: int) -> None:
+        self.priority, self.order, self.version = priority, order, version
+        self.ready = self.queued = 0
+
+
 class Order(RuleBasedStateMachine):
-    """The ready queue against sorting, over enough changes to rebuild its heaps."""
+    """The ready queue against sorting, over enough changes to rebuild its lanes."""
 
     @initialize()
     def start(self) -> None:
-        self.queue: ReadyQueue[int] = ReadyQueue()
-        self.model: dict[int, tuple[int, int, int]] = {}
+        self.queue: ReadyQueue[Item] = ReadyQueue(4)
+        self.inside: dict[Item, None] = {}
+        self.outside: list[Item] = []
         self.next = 0
 
     @rule(items=st.lists(st.tuples(st.integers(-2, 2), st.integers(0, 2)), min_size=1, max_size=60))
     def add(self, items: list[tuple[int, int]]) -> None:
         for priority, version in items:
             self.next += 1
-            self.queue.add(self.next, priority, self.next, version)
-            self.model[self.next] = (priority, self.next, version)
+            item = Item(priority, self.next, version)
+            self.queue.add(item)
+            self.inside[item] = None
 
     @rule(every=st.integers(1, 4))
     def discard(self, every: int) -> None:
-        for value in list(self.model)[::every]:
-            self.queue.discard(value)
-            del self.model[value]
+        for item in list(self.inside)[::every]:
+            self.queue.discard(item)
+            del self.inside[item]
+            self.outside.append(item)
+
+    @rule(every=st.integers(1, 4), together=st.booleans())
+    def come_back(self, every: int, together: bool) -> None:
+        items = self.outside[::every]
+        del self.outside[::every]
+        if together:
+            self.queue.restore(sorted(items, key=lambda item: (item.priority, item.order)))
+        else:
+            for item in items:
+                self.queue.add(item)
+        self.inside.update(dict.fromkeys(items))
 
     @rule(
         count=st.integers(1, 20),
         top=st.none() | st.integers(-2, 2),
         oldest=st.none() | st.integers(0, 2),
+        newest_first=st.booleans(),
+        limit=st.none() | st.integers(0, 20),
         back=st.booleans(),
     )
-    def take(self, count: int, top: int | None, oldest: int | None, back: bool) -> None:
+    def take(
+        self,
+        count: int,
+        top: int | None,
+        oldest: int | None,
+        newest_first: bool,
+        limit: int | None,
+        back: bool,
+    ) -> None:
         fits = [
-            value
-            for value, (priority, _, version) in sorted(self.model.items(), key=lambda item: item[1][:2])
-            if (top is None or priority <= top) and (oldest is None or version >= oldest)
+            item
+            for item in sorted(
+                self.inside,
+                key=lambda item: (-item.version if newest_first else 0, item.priority, item.order),
+            )
+            if (top is None or item.priority <= top) and (oldest is None or item.version >= oldest)
         ]
-        taken = self.queue.take(count, top, oldest)
-        assert [item.value for item in taken] == fits[:count]
-        for item in taken:
-            if back:
-                self.queue.add(item.value, item.priority, item.order, item.version)
-            else:
-                del self.model[item.value]
+        asked: list[Item] = []
+
+        def fit(item: Item) -> bool:
+            asked.append(item)
+            return limit is not None and len(asked) <= limit
+
+        taken = self.queue.take(count, top, oldest, None if limit is None else fit, newest_first)
+        assert taken == fits[: count if limit is None else min(limit, count)]
+        if back:
+            self.queue.restore(taken)
+        else:
+            for item in taken:
+                del self.inside[item]
+                self.outside.append(item)
 
     @invariant()
     def counts_agree(self) -> None:
-        assert len(self.queue) == len(self.model)
-        assert self.queue._entries <= 2 * len(self.model) + 64 + 60
+        assert len(self.queue) == len(self.inside)
+        assert all(item in self.queue for item in self.inside)
+        assert not any(item in self.queue for item in self.outside)
+        assert self.queue.newest() == max((item.version for item in self.inside), default=None)
+        entries = sum(len(lane.fifo) + len(lane.heap) for lane in self.queue._lanes.values())
+        assert entries == self.queue._entries <= 2 * len(self.inside) + 64 + 60
 
 
 Order.TestCase.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
@@ -436,7 +486,7 @@ def test_an_extended_lease_lapses_at_its_new_deadline_only() -> None:
     assert part.next_lapse() == 10.5
     part.lapse(10.5)
     assert part.leases == {}
-    assert 1 in part.tasks["t"].ready
+    assert part.samples[1] in part.tasks["t"].ready
 
 
 def test_a_group_that_was_served_in_part_by_another_sampler_is_not_waited_for() -> None:
