@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from .errors import QueueError
+from .introspection import sidecar, top
 from .server.launch import serve
 from .wire.messages import MAX_FRAME_BYTES
 
@@ -35,9 +36,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         metavar="SIZE",
         help="largest message (default 1GiB)",
     )
+    command.set_defaults(run=_serve)
+    top.register(commands)
+    sidecar.register(commands)
     options = parser.parse_args(arguments)
     try:
-        return _serve(options)
+        return options.run(options)
     except QueueError as error:
         print(f"transferqueue: {error}", file=sys.stderr)
         return 1
