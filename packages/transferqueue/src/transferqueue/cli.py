@@ -11,8 +11,6 @@ from .introspection import sidecar, top
 from .server.launch import serve
 from .wire.messages import MAX_FRAME_BYTES
 
-_ENDING = {signal.SIGINT, signal.SIGTERM}
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns the exit status."""
@@ -36,6 +34,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         metavar="SIZE",
         help="largest message (default 1GiB)",
     )
+    command.add_argument(
+        "--journal", metavar="DIR", help="keep everything in DIR: a store started on it again goes on"
+    )
+    command.add_argument(
+        "--fsync", action="store_true", help="with --journal: acknowledge only what is on the disk"
+    )
+    command.add_argument("--memory", metavar="SIZE", help="with --spill: shared memory to use before files")
+    command.add_argument("--spill", metavar="DIR", help="folder for payload that does not fit into --memory")
+    command.add_argument("--restore", metavar="DIR", help="begin with a snapshot")
     command.set_defaults(run=_serve)
     top.register(commands)
     sidecar.register(commands)
@@ -48,6 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _serve(options: argparse.Namespace) -> int:
+    ending = os.eventfd(0, os.EFD_CLOEXEC)
     with serve(
         options.storage,
         max_bytes=options.max_bytes,
@@ -55,17 +63,19 @@ def _serve(options: argparse.Namespace) -> int:
         port=options.port,
         token=os.environ.get("TRANSFERQUEUE_TOKEN"),
         max_frame_bytes=options.max_frame_bytes,
+        journal=options.journal,
+        fsync=options.fsync,
+        memory=options.memory,
+        spill=options.spill,
+        restore=options.restore,
     ) as server:
-        # Blocked only now, so that the processes of the store did not inherit it.
-        signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING | {signal.SIGCHLD})
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda *_: os.eventfd_write(ending, 1))
+        server.on_failure(lambda: os.eventfd_write(ending, 1))
         print(f"transferqueue serves at {server.address} ({options.storage} storage units)", flush=True)
-        while True:
-            ended = [process for process in server.processes if process.poll() is not None]
-            if ended:
-                print(
-                    f"transferqueue: a server process ended with status {ended[0].returncode}",
-                    file=sys.stderr,
-                )
-                return 1
-            if signal.sigwait(_ENDING | {signal.SIGCHLD}) in _ENDING:
-                return 0
+        if server.failure is None:
+            os.read(ending, 8)
+        if server.failure is not None:
+            print(f"transferqueue: {server.failure}", file=sys.stderr)
+            return 1
+    return 0

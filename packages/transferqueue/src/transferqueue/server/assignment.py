@@ -14,7 +14,10 @@ class Assignment(msgspec.Struct, frozen=True):
         unit: number of the storage unit; None for the controller.
         units: how many of them there are.
         secret: known to the processes of this store alone: how the controller knows a unit from a client.
+        incarnation: of this part, the same in all of its lives.
         curve: public and secret CURVE key (Z85), or None.
+        journal, spill, restore: folders, or None.
+        memory: bytes of shared memory before files are used.
     """
 
     parent: int
@@ -25,9 +28,15 @@ class Assignment(msgspec.Struct, frozen=True):
     local: str
     secret: str
     units: int
+    incarnation: int
     unit: int | None = None
     max_bytes: int | None = None
     curve: tuple[str, str] | None = None
+    journal: str | None = None
+    fsync: bool = False
+    memory: int | None = None
+    spill: str | None = None
+    restore: str | None = None
 
 
 class Listening(msgspec.Struct, frozen=True):

@@ -1,23 +1,21 @@
-"""Starting a store: the controller and its storage units as child processes, and ending them."""
+"""Starting a store: the controller and its storage units as child processes."""
 
 import os
 import secrets
-import selectors
 import subprocess
-import sys
-import time
-from collections.abc import Sequence
+from collections.abc import Callable
 from ipaddress import ip_address
+from pathlib import Path
 from types import TracebackType
 
-import msgspec
 import zmq
 
-from ..errors import InvalidArgument, StartFailed
+from ..errors import InvalidArgument, QueueError
 from ..ids import MAX_UNITS
 from ..sizes import parse_bytes
 from ..wire.messages import MAX_FRAME_BYTES
-from .assignment import Assignment, Listening
+from .assignment import Assignment
+from .supervision import Supervisor
 
 
 class Server:
@@ -25,36 +23,45 @@ class Server:
 
     A context manager that gives itself; hand it, or its `address`, to `connect`.
 
-    Runs until it is closed, also when nothing refers to it any more.
+    Runs until it is closed, also when nothing refers to it any more. A storage unit that dies is started
+    again, and so is a controller that keeps a journal.
 
     Attributes:
         address: of the controller, ``tcp://host:port``.
         token: what clients have to present, or None.
         server_key: the public CURVE key that clients of other hosts need, or None.
         local: abstract Unix socket on which clients of this host are served.
-        processes: the controller, then the storage units.
     """
 
     def __init__(
-        self,
-        address: str,
-        token: str | None,
-        server_key: str | None,
-        local: str,
-        processes: Sequence["subprocess.Popen[bytes]"],
+        self, address: str, token: str | None, server_key: str | None, local: str, supervisor: Supervisor
     ) -> None:
         self.address = address
         self.token = token
         self.server_key = server_key
         self.local = local
-        self.processes = tuple(processes)
+        self._supervisor = supervisor
         _running.add(self)
+
+    @property
+    def processes(self) -> "tuple[subprocess.Popen[bytes], ...]":
+        """The controller, then the storage units, each in its present (or last) life."""
+        return self._supervisor.processes
+
+    @property
+    def failure(self) -> QueueError | None:
+        """Why a part of the store is dead and stays so; None while all is well."""
+        return self._supervisor.failure
+
+    def on_failure(self, callback: Callable[[], None]) -> None:
+        """Has `callback` called, in another thread, when a part of the store is dead and stays so."""
+        self._supervisor.on_failure = callback
 
     def close(self, timeout: float = 5.0) -> None:
         """Ends all processes and waits for them; those that do not end in `timeout` seconds are killed.
         Idempotent.
         """
-        _end(self.processes, timeout)
+        self._supervisor.stop(timeout)
         _running.discard(self)
 
     def __enter__(self) -> "Server":
@@ -81,6 +88,11 @@ def serve(
     token: str | None = None,
     curve: bool = False,
     max_frame_bytes: int | str = MAX_FRAME_BYTES,
+    journal: str | os.PathLike[str] | None = None,
+    fsync: bool = False,
+    memory: int | str | None = None,
+    spill: str | os.PathLike[str] | None = None,
+    restore: str | os.PathLike[str] | None = None,
     timeout: float = 30.0,
 ) -> Server:
     """Starts a controller and `storage_units` storage units, and returns when all of them listen.
@@ -97,11 +109,21 @@ def serve(
         curve: encrypt and authenticate what goes over TCP; clients of other hosts then need the public key
             ``server.server_key``.
         max_frame_bytes: the largest message accepted.
-        timeout: seconds for all of them to start.
+        journal: a folder in which everything is kept, so that a controller that dies is started again and
+            loses nothing, and so that a store started on it later goes on where this one ended. Nothing is
+            acknowledged that is not written there. Payload lies there too, in files that are mapped.
+        fsync: with a journal: nothing is acknowledged that is not on the disk, for a host that may lose
+            power. Without, the journal outlives every process but not the operating system.
+        memory: with `spill`: bytes of shared memory to use before files are.
+        spill: a folder for what does not fit into `memory`.
+        restore: a folder that `Client.snapshot` wrote; the store begins with what it holds, on any number of
+            storage units.
+        timeout: seconds for all of them to start, and for `restore`.
 
     Raises:
-        InvalidArgument: a bad size, or a host off loopback without a token.
-        StartFailed: a process did not start in time, or could not listen (port in use).
+        InvalidArgument: a bad size, a host off loopback without a token, or options that exclude each other.
+        StartFailed: a process did not start in time, could not listen (port in use), or found its folder
+            damaged, full, or used by another store.
     """
     if not 1 <= storage_units <= MAX_UNITS:
         raise InvalidArgument(f"storage_units is {storage_units}; it must be in [1, {MAX_UNITS}]")
@@ -111,7 +133,12 @@ def serve(
         )
     host = "127.0.0.1" if host == "localhost" else host
     frame_bytes, limit = parse_bytes(max_frame_bytes), None if max_bytes is None else parse_bytes(max_bytes)
-    deadline = time.monotonic() + timeout
+    if (memory is None) != (spill is None):
+        raise InvalidArgument("memory and spill belong together: what one has no room for goes to the other")
+    if journal is not None and spill is not None:
+        raise InvalidArgument("with a journal all payload lies in its files, so there is nothing to spill")
+    if fsync and journal is None:
+        raise InvalidArgument("fsync is about a journal; pass journal=... too")
     keys = None
     if curve:
         public, secret = zmq.curve_keypair()
@@ -121,80 +148,30 @@ def serve(
         "parent": os.getpid(), "host": host, "token": token, "max_frame_bytes": frame_bytes,
         "local": local, "secret": secrets.token_hex(32), "units": storage_units, "curve": keys,
     }  # fmt: skip
-    assignments = [Assignment(port=port, max_bytes=limit, **common)]
-    assignments += [Assignment(port=0, unit=number, **common) for number in range(storage_units)]
+    controller = Assignment(
+        port=port,
+        max_bytes=limit,
+        incarnation=secrets.randbits(62),
+        journal=_folder(journal),
+        fsync=fsync,
+        memory=None if memory is None else parse_bytes(memory),
+        spill=_folder(spill),
+        restore=_folder(restore),
+        **common,
+    )
+    units = [
+        Assignment(port=0, unit=number, incarnation=secrets.randbits(62), **common)
+        for number in range(storage_units)
+    ]
     names = ["the controller", *(f"storage unit {number}" for number in range(storage_units))]
-    processes: list[subprocess.Popen[bytes]] = []
-    bound = 0
-    try:
-        for assignment in assignments:
-            processes.append(
-                subprocess.Popen(
-                    [sys.executable, "-m", "transferqueue.server.process"],
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    start_new_session=True,  # signals to the group of the caller are not for them
-                )
-            )
-            _assign(processes[-1], assignment)
-        # Units first: the controller is ready when all of them have announced themselves.
-        for name, process in reversed(list(zip(names, processes, strict=True))):
-            bound = _listening(name, process, deadline)
-    except BaseException:
-        _end(processes, timeout=0.5)
-        raise
+    supervisor = Supervisor(list(zip(names, [controller, *units], strict=True)))
+    bound = supervisor.start(timeout)
     address = f"tcp://{f'[{host}]' if ':' in host else host}:{bound}"
-    return Server(address, token, keys[0] if keys else None, local, processes)
+    return Server(address, token, keys[0] if keys else None, local, supervisor)
 
 
-def _assign(process: "subprocess.Popen[bytes]", assignment: Assignment) -> None:
-    assert process.stdin is not None
-    try:
-        process.stdin.write(msgspec.json.encode(assignment) + b"\n")
-        process.stdin.flush()
-    except BrokenPipeError:
-        return  # it ended already; waiting for its answer tells how
-
-
-def _listening(name: str, process: "subprocess.Popen[bytes]", deadline: float) -> int:
-    """Waits for the line in which a process says its port."""
-    assert process.stdout is not None
-    line = b""
-    with selectors.DefaultSelector() as selector:
-        selector.register(process.stdout, selectors.EVENT_READ)
-        while not line.endswith(b"\n"):
-            if not selector.select(max(0.0, deadline - time.monotonic())):
-                raise StartFailed(f"{name} did not start in time; give serve(...) a longer timeout")
-            chunk = os.read(process.stdout.fileno(), 65_536)
-            if not chunk:
-                raise StartFailed(
-                    f"{name} ended with status {process.wait(5)} before it listened; see its stderr above"
-                )
-            line += chunk
-    said = msgspec.json.decode(line, type=Listening)
-    if said.error:
-        raise StartFailed(f"{name} {said.error}; choose another port or host")
-    return said.port
-
-
-def _end(processes: Sequence["subprocess.Popen[bytes]"], timeout: float) -> None:
-    """Ends the controller, then the units, so that it does not miss them."""
-    deadline = time.monotonic() + timeout
-    for some in (processes[:1], processes[1:]):
-        for process in some:
-            if process.stdin is not None and not process.stdin.closed:
-                try:
-                    process.stdin.close()  # its signal to end
-                except BrokenPipeError:
-                    continue  # unwritten bytes for a process that is gone
-        for process in some:
-            try:
-                process.wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait(10)
-            if process.stdout is not None:
-                process.stdout.close()
+def _folder(path: str | os.PathLike[str] | None) -> str | None:
+    return None if path is None else str(Path(path).absolute())
 
 
 def is_loopback(host: str) -> bool:

@@ -50,7 +50,9 @@ def main() -> int:
             keys=None if assignment.curve is None else _keys(assignment.curve),
         )
     except zmq.ZMQError as error:
-        _say(Listening(error=f"cannot listen on {assignment.host}:{assignment.port}: {error}"))
+        _say(
+            Listening(error=f"cannot listen on {assignment.host}:{assignment.port}: {error}; choose another")
+        )
         return 1
     if assignment.unit is None:
         _control(assignment, remote, [0, parent])
@@ -65,6 +67,7 @@ def _control(assignment: Assignment, remote: ZmqListener, lifelines: list[int]) 
         LocalListener(assignment.local),
         token=assignment.token,
         max_frame_bytes=assignment.max_frame_bytes,
+        incarnation=assignment.incarnation,
     )
     service = ControllerService(
         node,
@@ -81,7 +84,13 @@ def _control(assignment: Assignment, remote: ZmqListener, lifelines: list[int]) 
 
 
 def _store(assignment: Assignment, number: int, remote: ZmqListener, lifelines: list[int]) -> None:
-    node = Node(remote, None, token=assignment.token, max_frame_bytes=assignment.max_frame_bytes)
+    node = Node(
+        remote,
+        None,
+        token=assignment.token,
+        max_frame_bytes=assignment.max_frame_bytes,
+        incarnation=assignment.incarnation,
+    )
     keep_freed_memory()
     overseer = Overseer(assignment.local, assignment.token, assignment.secret, node.poll)
     unit = StorageUnit(UnitAddress(number, assignment.host, remote.port), overseer)
