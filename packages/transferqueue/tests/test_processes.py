@@ -138,38 +138,38 @@ def test_bad_sizes_are_named() -> None:
 
 
 def test_a_killed_unit_loses_nothing_and_the_others_serve_its_place(eventually: Eventually) -> None:
-    with tq.serve(2) as server:
-        with (
-            tq.connect(server, transport="zmq", reconnect_seconds=0.3) as remote,
-            tq.connect(server) as local,
-        ):
-            part = remote.partition("p", tasks={"t": ["x"]})
-            first, second = (part.put({"x": np.arange(3)}) for _ in range(2))
-            kill_for_good(server, 2)
-            for _ in range(4):  # the units take turns
-                assert part.get(first)["x"].values.tolist() == [0, 1, 2]
-                assert part.get(second)["x"].values.tolist() == [0, 1, 2]
-            eventually(lambda: [unit.unit for unit in local.stats().units] == [0])
-            for _ in range(4):
-                part.put({"x": np.arange(3)})
-            assert len(part.fetch("t", 18, timeout=20)) == 18
+    with (
+        tq.serve(2) as server,
+        tq.connect(server, transport="zmq", reconnect_seconds=0.3) as remote,
+        tq.connect(server) as local,
+    ):
+        part = remote.partition("p", tasks={"t": ["x"]})
+        first, second = (part.put({"x": np.arange(3)}) for _ in range(2))
+        kill_for_good(server, 2)
+        for _ in range(4):  # the units take turns
+            assert part.get(first)["x"].values.tolist() == [0, 1, 2]
+            assert part.get(second)["x"].values.tolist() == [0, 1, 2]
+        eventually(lambda: [unit.unit for unit in local.stats().units] == [0])
+        for _ in range(4):
+            part.put({"x": np.arange(3)})
+        assert len(part.fetch("t", 18, timeout=20)) == 18
 
 
 def test_without_any_unit_the_host_of_the_store_goes_on_and_others_are_told() -> None:
-    with tq.serve(1) as server:
-        with (
-            tq.connect(server, transport="zmq", reconnect_seconds=0.3) as remote,
-            tq.connect(server) as local,
-        ):
-            part = local.partition("p", tasks={"t": ["x"]})
-            ids = part.put({"x": np.arange(3)})
-            kill_for_good(server, 1)
-            with pytest.raises(tq.StorageLost, match="storage unit 0"):
-                remote.partition("p").get(ids)
-            with pytest.raises(tq.StorageLost):
-                remote.partition("p").put({"x": np.arange(3)})
-            part.put({"x": np.arange(3)})
-            assert len(part.fetch("t", 6)) == 6
+    with (
+        tq.serve(1) as server,
+        tq.connect(server, transport="zmq", reconnect_seconds=0.3) as remote,
+        tq.connect(server) as local,
+    ):
+        part = local.partition("p", tasks={"t": ["x"]})
+        ids = part.put({"x": np.arange(3)})
+        kill_for_good(server, 1)
+        with pytest.raises(tq.StorageLost, match="storage unit 0"):
+            remote.partition("p").get(ids)
+        with pytest.raises(tq.StorageLost):
+            remote.partition("p").put({"x": np.arange(3)})
+        part.put({"x": np.arange(3)})
+        assert len(part.fetch("t", 6)) == 6
 
 
 def test_a_killed_controller_ends_every_call(eventually: Eventually) -> None:

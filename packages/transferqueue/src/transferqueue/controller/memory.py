@@ -222,6 +222,23 @@ class Memory:
     def grants_of(self, owner: int) -> list[Grant]:
         return [grant for grant in self.grants.values() if grant.owner == owner]
 
+    def unwritten(self, unit: int) -> list[Range]:
+        """The part of each grant through a unit that may still be written: not what has become of earlier
+        writes.
+        """
+        parts: list[Range] = []
+        for grant in self.grants.values():
+            if grant.unit != unit:
+                continue
+            start = grant.start
+            for begin, end in grant.named:
+                if begin != start or (begin, end) not in grant.written:
+                    break
+                start = end
+            if start < grant.stop:
+                parts.append(Range(grant.number, grant.arena, start, grant.stop))
+        return parts
+
     # -- blocks ----------------------------------------------------------------------------------------------
 
     def block(self, where: Range, fields: int, samples: Sequence[int]) -> Block:

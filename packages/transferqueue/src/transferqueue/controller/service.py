@@ -82,7 +82,11 @@ class ControllerService:
         self._shelves = Shelves(max_bytes)
         self._memory = Memory(backing, self._arena_made)
         self._units = Units(
-            units, secret, lambda: [self._memory.arena(n) for n in self._memory.arenas], self._timers
+            units,
+            secret,
+            lambda: [self._memory.arena(number) for number in self._memory.arenas],
+            self._memory.unwritten,
+            self._timers,
         )
         self._puts = Puts(new_generation(), self._shelves, self._memory, self._units, self._timers)
         self._fetches = Fetches(self._shelves, self._memory, self._timers)

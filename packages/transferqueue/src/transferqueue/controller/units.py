@@ -57,14 +57,21 @@ class Units:
         expected: how many the store was started with.
         secret: what a unit has to know.
         arenas: the arenas there are, for a unit that comes (again).
+        unwritten: what is granted through a unit and not written yet, for one that comes again.
     """
 
     def __init__(
-        self, expected: int, secret: str, arenas: Callable[[], Sequence[Arena]], timers: Timers
+        self,
+        expected: int,
+        secret: str,
+        arenas: Callable[[], Sequence[Arena]],
+        unwritten: Callable[[int], Sequence[Range]],
+        timers: Timers,
     ) -> None:
         self.expected = expected
         self._secret = secret.encode()
         self._arenas = arenas
+        self._unwritten = unwritten
         self._timers = timers
         self._units: dict[int, Unit] = {}
         self._next_order = 1
@@ -87,13 +94,15 @@ class Units:
     def announce(self, call: Call, body: Announce) -> None:
         """A unit is here, for the first time or again. Unauthorized if it is none of this store's."""
         if not (call.local and hmac.compare_digest(body.secret.encode(), self._secret)):
-            raise Unauthorized("only the storage units that were started with this store may announce themselves")
+            raise Unauthorized("only a storage unit that was started with this store may announce itself")
         unit = Unit(body.address, call.session)
         self._lose(body.number, "was replaced")
         self._units[body.number] = unit
         call.reply(Done())
         for arena in self._arenas():
             self._order(body.number, Attach(arena[0].arena, arena[0].nbytes), _nothing, [arena])
+        for where in self._unwritten(body.number):
+            self._order(body.number, Expect(where), _nothing)
         self._check(unit, body.number)
 
     def _check(self, unit: Unit, number: int) -> None:

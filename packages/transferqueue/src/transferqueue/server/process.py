@@ -93,7 +93,13 @@ def _store(assignment: Assignment, number: int, remote: ZmqListener, lifelines: 
     )
     keep_freed_memory()
     overseer = Overseer(assignment.local, assignment.token, assignment.secret, node.poll)
-    unit = StorageUnit(UnitAddress(number, assignment.host, remote.port), overseer)
+    # What comes before the controller has said what may be written would be refused.
+    node.paused = True
+
+    def known() -> None:
+        node.paused = False
+
+    unit = StorageUnit(UnitAddress(number, assignment.host, remote.port), overseer, known)
     _say(Listening(remote.port))
     node.run(unit, lifelines)
     unit.close()

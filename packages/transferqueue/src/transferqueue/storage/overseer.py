@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from ..transport.arenas import ArenaMap
 from ..transport.pins import Pins
+from ..wire.channel import Answer
 from ..wire.listeners import Poll
 from ..wire.local_session import LocalSession, connected_to, receive
 from ..wire.messages import Announce, Order, Report, UnitAddress, Written
@@ -40,6 +41,7 @@ class Overseer:
         arenas: ArenaMap,
         ordered: Callable[[Order], None],
         again: Callable[[], None],
+        known: Callable[[], None],
     ) -> None:
         """Connects.
 
@@ -48,9 +50,11 @@ class Overseer:
             arenas: where the arenas that orders bring are added.
             ordered: called for every order.
             again: called when the controller is reached anew.
+            known: called when the controller has taken note of the unit, after the orders it then gave.
         """
         self._address = address
         self._again = again
+        self._known = known
         pins = Pins()
         self._session = LocalSession(self._name, self._token, secrets.randbits(62), pins, arenas)
         self._session.ordered = ordered
@@ -103,7 +107,9 @@ class Overseer:
         except OSError:
             data, descriptors = b"", []
         if data:
-            self._session.received(data, descriptors)
+            for answered in self._session.received(data, descriptors):
+                if isinstance(answered.body, Announce) and isinstance(answered.outcome, Answer):
+                    self._known()
         else:
             self._lose()
 

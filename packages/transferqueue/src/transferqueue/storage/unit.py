@@ -1,6 +1,6 @@
 """A storage unit: serves the arenas of its host to clients of other hosts, and copies for the controller."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import xxhash
@@ -42,9 +42,10 @@ class StorageUnit:
     Args:
         address: of its own.
         overseer: the connection to the controller.
+        known: called when the controller knows this unit, and it knows what it may take.
     """
 
-    def __init__(self, address: UnitAddress, overseer: Overseer) -> None:
+    def __init__(self, address: UnitAddress, overseer: Overseer, known: Callable[[], None]) -> None:
         self._address = address
         self._arenas = ArenaMap()
         self._overseer = overseer
@@ -52,7 +53,7 @@ class StorageUnit:
         self._written: dict[int, list[Range]] = {}
         self._incoming: dict[Call, Incoming] = {}
         self.read_bytes = self.written_bytes = 0
-        overseer.start(self._address, self._arenas, self._ordered, self._again)
+        overseer.start(self._address, self._arenas, self._ordered, self._again, known)
 
     # -- what clients ask ------------------------------------------------------------------------------------
 

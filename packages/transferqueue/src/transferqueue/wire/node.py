@@ -194,6 +194,9 @@ class Node:
         local: for clients of this host, or None.
         token: what a client must present, or None.
         incarnation: differs between two lives that do not know each other; None draws one.
+
+    Attributes:
+        paused: clients of other hosts are not heard for now.
     """
 
     def __init__(
@@ -216,6 +219,7 @@ class Node:
         self._outbox: list[Callable[[], None]] = []
         self._running = True
         self.units: list[UnitAddress] = []
+        self.paused = False
         self.poll = Poll()
 
     def run(self, service: Service, lifelines: Sequence[int]) -> None:
@@ -228,20 +232,22 @@ class Node:
                 listener.start(self.poll, self)
         due = service.settle(time.monotonic())
         while self._running:
-            more = self._remote is not None and self._remote.drain()
+            more = self._drain()
             if more or self._outbox:
                 due = service.settle(time.monotonic())
                 self._flush()
             wait = None if due is None else max(0.0, due - time.monotonic())
             self.poll.turn(0.0 if more else wait)
-            if self._remote is not None:
-                self._remote.drain()
+            self._drain()
             due = service.settle(time.monotonic())
             self._flush()
         for listener in (self._remote, self._local):
             if listener is not None:
                 listener.close()
         self.poll.close()
+
+    def _drain(self) -> bool:
+        return self._remote is not None and not self.paused and self._remote.drain()
 
     def stop(self) -> None:
         """Makes `run` return after this turn."""
