@@ -88,6 +88,17 @@ def test_ranks_that_ask_differently_are_told() -> None:
             store.ask(1, **terms)  # type: ignore[arg-type]
 
 
+def test_terms_may_change_between_rounds_for_all_ranks_alike() -> None:
+    store = Store(8)
+    for rank in (0, 1):
+        store.get(rank, 1)
+    assert [store.get(rank, 2).ids for rank in (1, 0)] == [[4, 5], [2, 3]]
+    assert store.ask(0, 4, Freshest()) is None
+    store.get(1, 1)
+    with pytest.raises(InvalidArgument, match="another key"):
+        store.get(0, 4, Freshest())
+
+
 def test_at_the_end_what_is_left_is_spread_and_who_gets_nothing_gets_a_copy() -> None:
     store = Store(3)
     store.part.close()

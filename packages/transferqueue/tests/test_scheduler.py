@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from transferqueue.errors import Closed, FieldNotReady, GroupMismatch, StaleLease, UnknownSample
-from transferqueue.samplers import Groups, InOrder
+from transferqueue.samplers import Freshest, Groups, InOrder
 from transferqueue.scheduling.partition import Partition, Row, Wanted
 from transferqueue.scheduling.ready import ReadyQueue
 from transferqueue.values.columns import FieldSpec
@@ -52,6 +52,10 @@ class Schedule(RuleBasedStateMachine):
     def unready(self, task: str) -> list[int]:
         gone = self.acked[task] | self.dropped
         return [s for s in self.order if s not in gone and not set(TASKS[task]) <= self.fields[s]]
+
+    def mates(self, sample: int) -> list[int]:
+        """All members of a sample's group that were ever put."""
+        return [s for s in self.order if self.group[s] == self.group[sample]]
 
     def ready_groups(self, task: str, max_priority: int | None, min_version: int | None) -> list[list[int]]:
         ready = set(self.ready(task))
@@ -164,6 +168,7 @@ class Schedule(RuleBasedStateMachine):
         partial=st.booleans(),
         at_least=st.none() | st.integers(1, 3),
         seconds=st.floats(1, 10),
+        freshest=st.booleans(),
     )
     def fetch(
         self,
@@ -174,9 +179,12 @@ class Schedule(RuleBasedStateMachine):
         partial: bool,
         at_least: int | None,
         seconds: float,
+        freshest: bool,
     ) -> None:
         whole = task == "whole"
         sampler, wanted = (Groups(N), count * N) if whole else (InOrder(), count)
+        if freshest:
+            sampler = Freshest(N if whole else None)
         enough = count if at_least is None else min(at_least, count)
         floor = enough * (N if whole else 1)
         request = Wanted(task, wanted, sampler, max_priority, min_version, floor, partial)
@@ -191,6 +199,9 @@ class Schedule(RuleBasedStateMachine):
                 and (min_version is None or self.version[s] >= min_version)
             ]
             units = [[s] for s in fits]
+        if freshest:
+            together = self.mates if whole else lambda sample: [sample]
+            units.sort(key=lambda unit: -min(self.version[s] for s in together(unit[0])))
         try:
             lease = self.part.lease(request, now=self.now, seconds=seconds, owner=list(TASKS).index(task))
         except Closed:

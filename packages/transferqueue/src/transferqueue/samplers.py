@@ -7,8 +7,8 @@ priorities to `put`.
 With ``fetch(..., rank=r, world_size=w)`` samples are planned for all ranks at once, in rounds: each round has
 one micro-batch for every rank, always. See `transferqueue.scheduling.rounds`.
 
-A length is what the column named as the partition's ``length_field`` holds: the elements of a ragged column
-(tokens), or the number itself of a column of integers.
+The length of a sample is the number of elements that it has in the column named as the partition's
+``length_field``: its tokens.
 
 What none of these does, a function can: see ``Partition.fetch`` with ``sampler=function``.
 """

@@ -78,7 +78,7 @@ def pick(book: Book, task: Task, wanted: Wanted, ours: int, room: int | None = N
     if needs_lengths(sampler) and book.length_field is None:
         raise InvalidArgument(
             f"{type(sampler).__name__} counts lengths, but partition {book.name!r} names no "
-            'length_field; create it with length_field="tokens" (a ragged column, or one of integers)'
+            'length_field; create it with the ragged column that counts, such as length_field="tokens"'
         )
     n = group_size(sampler)
     view = None if n is None else book.view(task, n)

@@ -102,6 +102,11 @@ class Series:
     def seats(self) -> int:
         return self.terms.world_size * self.terms.sharers
 
+    @property
+    def idle(self) -> bool:
+        """Whether everybody has got all that was planned."""
+        return self.base > 0 and not self.rounds and not self.drained
+
     def goes_on(self, seat: Seat) -> bool:
         """Whether the seat's next request belongs here."""
         if seat in self.gone or seat in self.told:
@@ -150,6 +155,9 @@ class Rounds:
         seat = (wanted.rank, member)
         named = self._named.get((task.name, wanted.key), ())
         series = next((one for one in named if one.goes_on(seat)), None)
+        if series is not None and series.idle and series.terms != _terms(wanted):
+            self._do(events.Forgotten(series.number), now)
+            series = None
         if series is None:
             if len(self.series) >= self._sweep_at:
                 self._sweep(now)
@@ -182,7 +190,7 @@ class Rounds:
                 + ", ".join(f"{name}={getattr(terms, name)!r}" for name in differing)
                 + ", where the sequence began with "
                 + ", ".join(f"{name}={getattr(series.terms, name)!r}" for name in differing)
-                + "; all ranks ask alike, and other terms need another key"
+                + "; all ranks ask alike, and other terms need another key while a rank is behind"
             )
         if wanted.sharers > 1 and seat not in series.cursors:
             others = [member for rank, member in series.cursors if rank == wanted.rank]
@@ -198,11 +206,11 @@ class Rounds:
         """Forgets sequences that nobody asked for in a lease's time and that everybody has all of, so that a
         key for every step costs nothing; and, where there are very many, those that somebody is behind in.
         """
-        idle = [one for one in self.series.values() if one.asked + one.seconds <= now]
-        for series in [one for one in idle if not one.rounds and not one.drained]:
+        old = [one for one in self.series.values() if one.asked + one.seconds <= now]
+        for series in [one for one in old if one.idle]:
             self._do(events.Forgotten(series.number), now)
         if len(self.series) > _MAX_SEQUENCES:
-            for series in [one for one in idle if one.number in self.series]:
+            for series in [one for one in old if one.number in self.series]:
                 self._do(events.Forgotten(series.number), now)
         if len(self.series) > _MAX_SEQUENCES:
             raise InvalidArgument(

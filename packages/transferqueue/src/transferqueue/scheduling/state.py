@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from .partition import Partition
 
 
-class SampleState(msgspec.Struct, frozen=True, array_like=True):
+class SampleState(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """`acked` is a bit set of tasks, `written` of fields. What is `gone` is only held for a round."""
 
     id: int
@@ -37,7 +37,7 @@ class SampleState(msgspec.Struct, frozen=True, array_like=True):
     gone: bool = False
 
 
-class GroupState(msgspec.Struct, frozen=True, array_like=True):
+class GroupState(msgspec.Struct, frozen=True, array_like=True, gc=False):
     key: str
     tally: list[int]
     arrived: int
