@@ -6,7 +6,14 @@ import transferqueue as tq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transferqueue.values import frame
-from transferqueue.values.block import block_nbytes, is_checked, read_block, write_block
+from transferqueue.values.block import (
+    PROLOGUE_BYTES,
+    block_nbytes,
+    frame_start,
+    is_checked,
+    read_block,
+    write_block,
+)
 from transferqueue.values.encode import plan_fields
 
 FIELDS = {"tokens": [np.arange(5), None, np.arange(3)], "reward": [0.5, 1.5, 2.5], "text": ["a", "b", None]}
@@ -68,6 +75,17 @@ def test_a_block_needs_its_size_and_alignment() -> None:
     for out in (arena(layout.nbytes + 64), arena(layout.nbytes + 8)[8:]):
         with pytest.raises(tq.InvalidArgument, match="multiple of 64"):
             write_block(out, 7, layout, plans, checksum=False)
+
+
+def test_the_prologue_alone_tells_where_the_frame_begins() -> None:
+    memory = written()
+    _, payload = read_block(memory, 7, "here")
+    assert frame_start(memory) == payload.ctypes.data - memory.ctypes.data
+    assert frame_start(memory) % 64 == 0
+    with pytest.raises(tq.Corrupt, match="too few"):
+        frame_start(memory[: PROLOGUE_BYTES - 1])
+    memory[24:32] = 255
+    assert frame_start(memory) == 0  # a false size stays within the block
 
 
 @settings(deadline=None)
