@@ -8,7 +8,7 @@ starts one, `connect` or `connect_async` gives a client.
 from . import samplers
 from .client.aio import AsyncBatch, AsyncClient, AsyncPartition, connect_async
 from .client.blocking import Batch, Client, Partition, connect
-from .client.calls import Ledger
+from .client.calls import Ledger, Ranks
 from .errors import (
     Closed,
     ControllerLost,
@@ -31,6 +31,8 @@ from .errors import (
     UnknownSample,
 )
 from .ids import IdSet
+from .introspection.statistics import StoreStats
+from .scheduling.samples import Candidate
 from .server.launch import Server, serve
 from .values.columns import Column, FieldSpec
 
@@ -39,6 +41,7 @@ __all__ = [
     "AsyncClient",
     "AsyncPartition",
     "Batch",
+    "Candidate",
     "Client",
     "Closed",
     "Column",
@@ -55,11 +58,13 @@ __all__ = [
     "Partition",
     "ProtocolMismatch",
     "QueueError",
+    "Ranks",
     "SchemaMismatch",
     "Server",
     "StaleLease",
     "StartFailed",
     "StorageLost",
+    "StoreStats",
     "Timeout",
     "TooLarge",
     "Unauthorized",

@@ -6,6 +6,7 @@ import asyncio
 import weakref
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from types import TracebackType
+from typing import Unpack
 
 import numpy as np
 
@@ -20,7 +21,7 @@ from ..wire.channel import AwaitedChannel
 from ..wire.local_async import AsyncLocalChannel
 from ..wire.steps import run_async
 from .blocking import _CONTROL_TIMEOUT, Samples
-from .calls import Ledger, PartitionCalls, wanted_of
+from .calls import Choose, Ledger, PartitionCalls, Ranks, wanted_of
 from .servers import Contact, Servers, goodbye
 
 
@@ -182,11 +183,13 @@ class AsyncPartition:
         priority: int | Sequence[int] = 0,
         shared: Shared | None = None,
         group_sizes: Mapping[str, int] | None = None,
+        ticket: int | None = None,
         timeout: float = 60.0,
     ) -> np.ndarray:
         """See `Partition.put`."""
         return await run_async(
-            self._link, self._calls.put(fields, groups, version, priority, shared, group_sizes, None, timeout)
+            self._link,
+            self._calls.put(fields, groups, version, priority, shared, group_sizes, ticket, timeout),
         )
 
     async def update(self, ids: Sequence[int] | np.ndarray, fields: Fields, *, timeout: float = 60.0) -> None:
@@ -204,45 +207,46 @@ class AsyncPartition:
         task: str,
         batch_size: int,
         *,
-        sampler: Sampler | None = None,
+        sampler: "Sampler | Choose | None" = None,
         max_priority: int | None = None,
         min_version: int | None = None,
+        max_staleness: int | None = None,
         fields: Sequence[str] | None = None,
         lease_seconds: float = 600.0,
         timeout: float = 30.0,
         partial: bool = False,
         at_least: int | None = None,
+        **ranks: Unpack[Ranks],
     ) -> AsyncBatch:
         """See `Partition.fetch`. Cancelling the task gives the request up: nothing stays leased."""
-        wanted = wanted_of(task, batch_size, sampler, max_priority, min_version, at_least)
-        loan = await run_async(self._link, self._calls.fetch(wanted, fields, lease_seconds, timeout, partial))
-        return AsyncBatch(self._calls, loan)
+        wanted, choose = wanted_of(
+            task, batch_size, sampler, at_least, max_priority, min_version, max_staleness, ranks
+        )
+        steps = self._calls.fetch(wanted, fields, lease_seconds, timeout, partial, choose)
+        return AsyncBatch(self._calls, await run_async(self._link, steps))
 
     async def stream(
         self,
         task: str,
         batch_size: int,
         *,
-        sampler: Sampler | None = None,
+        sampler: "Sampler | Choose | None" = None,
         max_priority: int | None = None,
         min_version: int | None = None,
+        max_staleness: int | None = None,
         fields: Sequence[str] | None = None,
         lease_seconds: float = 600.0,
         timeout: float = 86_400.0,
+        **ranks: Unpack[Ranks],
     ) -> AsyncGenerator[AsyncBatch, None]:
         """See `Partition.stream`. Use ``contextlib.aclosing`` to have the batch at hand returned at once."""
+        wanted, choose = wanted_of(
+            task, batch_size, sampler, None, max_priority, min_version, max_staleness, ranks
+        )
         while True:
+            steps = self._calls.fetch(wanted, fields, lease_seconds, timeout, False, choose)
             try:
-                batch = await self.fetch(
-                    task,
-                    batch_size,
-                    sampler=sampler,
-                    max_priority=max_priority,
-                    min_version=min_version,
-                    fields=fields,
-                    lease_seconds=lease_seconds,
-                    timeout=timeout,
-                )
+                batch = AsyncBatch(self._calls, await run_async(self._link, steps))
             except Closed:
                 return
             try:
@@ -250,6 +254,16 @@ class AsyncPartition:
             except BaseException:  # GeneratorExit or a cancellation
                 await _return(batch)
                 raise
+
+    async def admit(
+        self, version: int, samples: int, *, seconds: float = 600.0, timeout: float = _CONTROL_TIMEOUT
+    ) -> int:
+        """See `Partition.admit`."""
+        return await run_async(self._link, self._calls.admit(version, samples, seconds, timeout))
+
+    async def advance(self, version: int, *, timeout: float = _CONTROL_TIMEOUT) -> None:
+        """See `Partition.advance`."""
+        await run_async(self._link, self._calls.advance(version, timeout))
 
     async def get(
         self,

@@ -3,7 +3,7 @@
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from ..wire.channel import BlockingChannel
 from ..wire.link import Link
 from ..wire.local import LocalChannel
 from ..wire.steps import run
-from .calls import Ledger, Loan, PartitionCalls, wanted_of
+from .calls import Choose, Ledger, Loan, PartitionCalls, Ranks, wanted_of
 from .servers import Contact, Servers, first_welcome, goodbye
 
 _CONTROL_TIMEOUT = 30.0
@@ -177,6 +177,10 @@ class Samples:
         versions: int64 ``[rows]``, as the producer gave them.
         priorities: int64 ``[rows]``.
         fields: name -> column, also ``batch["name"]``.
+        round: of its sequence of rounds, from 0; -1 outside rounds.
+        is_last: it completes a global batch, or the stream ends with it.
+        dummy: a copy of a sample that belongs to another, so that every rank has equally many micro-batches:
+            run it with its loss masked. There is nothing to ack.
         settled: acked or nacked.
     """
 
@@ -189,7 +193,10 @@ class Samples:
         self.versions: np.ndarray = loan.versions
         self.priorities: np.ndarray = loan.priorities
         self.fields: dict[str, Column] = loan.columns
-        self.settled = False
+        self.round = loan.leased.round
+        self.is_last = loan.leased.is_last
+        self.dummy = loan.leased.dummy
+        self.settled = self.dummy
 
     def __getitem__(self, field: str) -> Column:
         if field not in self.fields:
@@ -264,6 +271,7 @@ class Partition:
         priority: int | Sequence[int] = 0,
         shared: Shared | None = None,
         group_sizes: Mapping[str, int] | None = None,
+        ticket: int | None = None,
         timeout: float = 60.0,
     ) -> np.ndarray:
         """Adds samples, all or none of them.
@@ -278,6 +286,7 @@ class Partition:
             shared: name -> (stored rows, index): values that several samples have in common, sent once;
                 ``index[i]`` is the stored row of sample i, None for no value.
             group_sizes: group key -> members in the end, where they differ from what the sampler is told.
+            ticket: what `admit` gave for these samples: their room is kept.
             timeout: seconds; waits this long for room.
 
         Returns:
@@ -292,7 +301,8 @@ class Partition:
             StorageLost, ControllerLost, Timeout: not acknowledged; nothing becomes visible later.
         """
         return run(
-            self._link, self._calls.put(fields, groups, version, priority, shared, group_sizes, None, timeout)
+            self._link,
+            self._calls.put(fields, groups, version, priority, shared, group_sizes, ticket, timeout),
         )
 
     def update(self, ids: Sequence[int] | np.ndarray, fields: Fields, *, timeout: float = 60.0) -> None:
@@ -318,70 +328,75 @@ class Partition:
         task: str,
         batch_size: int,
         *,
-        sampler: Sampler | None = None,
+        sampler: "Sampler | Choose | None" = None,
         max_priority: int | None = None,
         min_version: int | None = None,
+        max_staleness: int | None = None,
         fields: Sequence[str] | None = None,
         lease_seconds: float = 600.0,
         timeout: float = 30.0,
         partial: bool = False,
         at_least: int | None = None,
+        **ranks: Unpack[Ranks],
     ) -> Batch:
         """Leases `batch_size` samples; waits in the controller until there are as many (or `at_least`).
 
         Args:
             task: whose samples.
-            batch_size: samples; with `Groups(n)` a multiple of n, served as ``batch_size / n`` whole groups.
-            sampler: `InOrder()` (default) or `Groups(n)`.
+            batch_size: samples; with groups of n a multiple of n, served whole.
+            sampler: one of `samplers` (default `InOrder()`), or a function from the ready samples, in order,
+                and `batch_size` to the ids to lease.
             max_priority: only samples (groups: all members) of at most this priority.
             min_version: only samples (groups: all members) of at least this version.
+            max_staleness: only samples (groups: all members) at most so many versions behind the newest that
+                was put or that `advance` told of.
             fields: which to read; None: those the task needs.
             lease_seconds: after which unacked samples return.
             timeout: seconds to wait for samples.
             partial: at the deadline, take what there is if it is at least one sample (group).
             at_least: be served as soon as so many samples are ready, with up to `batch_size` of them.
+            ranks: what makes it one of several fetches that belong together, see `Ranks`.
 
         Returns:
             A batch; fewer than `batch_size` samples only at the end of the stream, for groups with
-            tombstones, or if `partial`.
+            tombstones, by a token budget, or if `partial`.
 
         Raises:
             Timeout: not enough became ready.
             Closed: the partition is closed and drained for this task.
-            FieldNotReady: a field in `fields` is not written; the samples return.
+            FieldNotReady: a field in `fields` is not written for one of the samples; nothing is leased.
         """
-        wanted = wanted_of(task, batch_size, sampler, max_priority, min_version, at_least)
-        loan = run(self._link, self._calls.fetch(wanted, fields, lease_seconds, timeout, partial))
-        return Batch(self._calls, loan)
+        wanted, choose = wanted_of(
+            task, batch_size, sampler, at_least, max_priority, min_version, max_staleness, ranks
+        )
+        steps = self._calls.fetch(wanted, fields, lease_seconds, timeout, partial, choose)
+        return Batch(self._calls, run(self._link, steps))
 
     def stream(
         self,
         task: str,
         batch_size: int,
         *,
-        sampler: Sampler | None = None,
+        sampler: "Sampler | Choose | None" = None,
         max_priority: int | None = None,
         min_version: int | None = None,
+        max_staleness: int | None = None,
         fields: Sequence[str] | None = None,
         lease_seconds: float = 600.0,
         timeout: float = 86_400.0,
+        **ranks: Unpack[Ranks],
     ) -> Iterator[Batch]:
         """Batches until the partition is closed and drained; see `fetch`.
 
         Leaving the loop early returns the batch at hand unless it is acked; earlier ones stay leased.
         """
+        wanted, choose = wanted_of(
+            task, batch_size, sampler, None, max_priority, min_version, max_staleness, ranks
+        )
         while True:
+            steps = self._calls.fetch(wanted, fields, lease_seconds, timeout, False, choose)
             try:
-                batch = self.fetch(
-                    task,
-                    batch_size,
-                    sampler=sampler,
-                    max_priority=max_priority,
-                    min_version=min_version,
-                    fields=fields,
-                    lease_seconds=lease_seconds,
-                    timeout=timeout,
-                )
+                batch = Batch(self._calls, run(self._link, steps))
             except Closed:
                 return
             try:
@@ -389,6 +404,34 @@ class Partition:
             except BaseException:  # GeneratorExit, when the loop is left
                 _return(batch)
                 raise
+
+    def admit(
+        self, version: int, samples: int, *, seconds: float = 600.0, timeout: float = _CONTROL_TIMEOUT
+    ) -> int:
+        """Asks to start making samples, before they are generated; waits while there is no room for them.
+
+        Args:
+            version: of the policy that will make them.
+            samples: how many.
+            seconds: how long the room is kept; a `put` with the ticket uses it up.
+            timeout: seconds to wait.
+
+        Returns:
+            The ticket for `put`.
+
+        Raises:
+            Full: `max_samples` left no room until the deadline.
+            InvalidArgument: they can never fit, or `version` is more than the partition's `max_staleness`
+                behind.
+            Closed: the partition is closed.
+        """
+        return run(self._link, self._calls.admit(version, samples, seconds, timeout))
+
+    def advance(self, version: int, *, timeout: float = _CONTROL_TIMEOUT) -> None:
+        """Says that the policy is at `version` now, which `max_staleness` counts from. A put of a newer
+        version says so too; an older one changes nothing.
+        """
+        run(self._link, self._calls.advance(version, timeout))
 
     def get(
         self,

@@ -3,12 +3,14 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypedDict
 
 import numpy as np
 
 from ..errors import InvalidArgument, QueueError, StorageLost, TooLarge, UnknownSample
 from ..ids import IdSet, shortened
 from ..samplers import InOrder, Sampler
+from ..scheduling.samples import Candidate
 from ..scheduling.wanted import Wanted
 from ..values import frame
 from ..values.block import block_nbytes, write_block
@@ -18,6 +20,10 @@ from ..values.spec import ColumnPlan
 from ..wire.channel import Answer
 from ..wire.messages import (
     Ack,
+    Admit,
+    Admitted,
+    Advance,
+    Candidates,
     CheckFields,
     CloseGroup,
     ClosePartition,
@@ -27,11 +33,13 @@ from ..wire.messages import (
     Drop,
     Extend,
     Fetch,
+    FetchChosen,
     Flag,
     Granted,
     IsClosed,
     Leased,
     LedgerPage,
+    ListCandidates,
     Locate,
     Located,
     Nack,
@@ -48,6 +56,35 @@ from ..wire.steps import Exchange, Steps, Together, expect
 from .servers import Servers
 from .slabs import SMALL
 
+type Choose = Callable[[Sequence[Candidate], int], Sequence[int]]
+"""A user's own sampler: from the samples that are ready, in order, and the batch size, the ids to lease."""
+
+
+class Ranks(TypedDict, total=False):
+    """How a fetch is one of several that belong together.
+
+    Attributes:
+        rank, world_size: whose part of a round this is, of how many data-parallel ranks. Each round has one
+            micro-batch for every rank, always.
+        key: the sequence of rounds that is asked for. The k-th request of a rank under one key is round k.
+        sharers: consumers (a tensor or pipeline group) that each get the same samples; they are done when
+            all have acked.
+        member: which of the sharers asks; None: every client is one.
+        global_batch: samples of all ranks in one optimizer step; ``batch.is_last`` marks its last round.
+    """
+
+    rank: int
+    world_size: int
+    key: str | None
+    sharers: int
+    member: int | None
+    global_batch: int | None
+
+
+_CANDIDATES, _CANDIDATES_EACH = (
+    256,
+    4,
+)  # ready samples that a user's sampler sees: at least, and per one wanted
 _UNITS_TRIED = 3  # further storage units, for a put whose own does not answer
 
 
@@ -120,7 +157,7 @@ class PartitionCalls:
             lengths = 0
 
         def reserve(span: int, nbytes: int, remote: bool) -> RequestBody:
-            return Reserve(self.number, rows, span, nbytes, specs, keys, sizes, remote)
+            return Reserve(self.number, rows, span, nbytes, specs, keys, sizes, ticket, remote)
 
         def commit(where: Range, nbytes: int, remote: bool) -> RequestBody:
             return Commit(
@@ -240,18 +277,40 @@ class PartitionCalls:
         lease_seconds: float,
         timeout: float,
         partial: bool,
+        choose: Choose | None,
     ) -> Steps[Loan]:
-        request = Fetch(
-            self.number, wanted, None if fields is None else list(fields), partial, float(lease_seconds)
-        )
-        return (yield from self._lease(request, wanted.task, fields, timeout))
-
-    def _lease(
-        self, request: RequestBody, task: str, fields: Sequence[str] | None, timeout: float
-    ) -> Steps[Loan]:
+        names = None if fields is None else list(fields)
+        if choose is not None:
+            return (yield from self._fetch_chosen(wanted, names, lease_seconds, timeout, choose))
+        request = Fetch(self.number, wanted, names, partial, float(lease_seconds))
         deadline = time.monotonic() + timeout
         [answer] = yield [Exchange(self.servers.controller, request, deadline)]
-        leased = expect(answer, Leased)
+        return (yield from self._read(expect(answer, Leased), wanted.task, names, deadline))
+
+    def _fetch_chosen(
+        self,
+        wanted: Wanted,
+        names: list[str] | None,
+        lease_seconds: float,
+        timeout: float,
+        choose: Choose,
+    ) -> Steps[Loan]:
+        """Looks at what is ready, lets the user's function choose, and leases that; again if others were
+        faster.
+        """
+        deadline = time.monotonic() + timeout
+        limit = max(_CANDIDATES, _CANDIDATES_EACH * wanted.count)
+        while True:
+            listing = ListCandidates(self.number, wanted, limit)
+            [answer] = yield [Exchange(self.servers.controller, listing, deadline)]
+            chosen = _samples(choose(expect(answer, Candidates).samples, wanted.count))
+            request = FetchChosen(self.number, wanted.task, chosen, names, float(lease_seconds))
+            [answer] = yield [Exchange(self.servers.controller, request, deadline)]
+            if isinstance(answer.body, Leased):
+                return (yield from self._read(answer.body, wanted.task, names, deadline))
+
+    def _read(self, leased: Leased, task: str, fields: list[str] | None, deadline: float) -> Steps[Loan]:
+        """Moves what was leased; a failure returns it."""
         try:
             # The wait for samples may have used up the deadline; moving what was leased gets a time of its
             # own.
@@ -261,7 +320,8 @@ class PartitionCalls:
                 max(deadline, time.monotonic() + 30),
             )
         except BaseException:
-            self._tell(Nack(self.number, leased.lease))
+            if not leased.dummy:
+                self._tell(Nack(self.number, leased.lease))
             raise
         return Loan(
             leased,
@@ -305,6 +365,13 @@ class PartitionCalls:
             raise InvalidArgument(f"group {key!r}: {tombstones} tombstones of {count} members")
         return self._control(CloseGroup(self.number, str(key), int(count), int(tombstones)), timeout)
 
+    def advance(self, version: int, timeout: float) -> Steps[Answer]:
+        return self._control(Advance(self.number, int(version)), timeout)
+
+    def admit(self, version: int, samples: int, seconds: float, timeout: float) -> Steps[int]:
+        request = Admit(self.number, int(version), int(samples), float(seconds))
+        return expect((yield from self._control(request, timeout)), Admitted).ticket
+
     def close(self, timeout: float) -> Steps[Answer]:
         return self._control(ClosePartition(self.number), timeout)
 
@@ -319,20 +386,34 @@ class PartitionCalls:
 def wanted_of(
     task: str,
     batch_size: int,
-    sampler: Sampler | None,
+    sampler: Sampler | Choose | None,
+    at_least: int | None,
     max_priority: int | None,
     min_version: int | None,
-    at_least: int | None,
-) -> Wanted:
-    """What a fetch with these arguments asks for."""
-    return Wanted(
+    max_staleness: int | None,
+    ranks: Ranks,
+) -> tuple[Wanted, Choose | None]:
+    """What a fetch with these arguments asks for, and the user's own function where that chooses."""
+    choose: Choose | None = None
+    if not isinstance(sampler, Sampler | None):
+        if ranks or not callable(sampler):
+            raise InvalidArgument(
+                f"sampler {sampler!r} is none of transferqueue.samplers, nor a function (which chooses for "
+                f"one consumer: without {', '.join(ranks) or 'rank, key and sharers'})"
+            )
+        choose, sampler = sampler, None
+    wanted = Wanted(
         task,
         int(batch_size),
-        sampler if sampler is not None else InOrder(),
+        InOrder() if sampler is None else sampler,
         max_priority,
         min_version,
         None if at_least is None else int(at_least),
+        max_staleness=max_staleness,
+        **ranks,
     )
+    wanted.check()
+    return wanted, choose
 
 
 def _samples(ids: Sequence[int]) -> list[int]:

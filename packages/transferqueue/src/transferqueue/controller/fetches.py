@@ -7,26 +7,43 @@ from dataclasses import dataclass
 from msgspec.structs import replace
 
 from ..errors import InvalidArgument, QueueError, Timeout
-from ..samplers import Groups
 from ..scheduling.partition import Partition
 from ..scheduling.samples import Lease, Sample
 from ..scheduling.wanted import Wanted
-from ..wire.messages import Fetch, Leased, Locate, Located, Places
+from ..wire.messages import (
+    Candidates,
+    Fetch,
+    FetchChosen,
+    Flag,
+    Leased,
+    ListCandidates,
+    Locate,
+    Located,
+    Places,
+)
 from ..wire.node import Call
 from .memory import Block, Memory
 from .shelves import Shelf, Shelves
 from .timers import Timers
 
+_MAX_CANDIDATES = 100_000
+
 
 @dataclass(slots=True)
 class WaitingFetch:
-    """A fetch for which too little is ready. `partial`: at its deadline it takes what there is."""
+    """A fetch for which too little is ready.
+
+    Attributes:
+        partial: at its deadline it takes what there is.
+        limit: it only wants to see so many candidates; None: it leases.
+    """
 
     call: Call
     wanted: Wanted
     fields: list[str] | None
     partial: bool
     seconds: float
+    limit: int | None
 
 
 class Fetches:
@@ -43,26 +60,50 @@ class Fetches:
         return sum(not one.call.answered for fetches in self._waiting.values() for one in fetches)
 
     def fetch(self, call: Call, body: Fetch, now: float) -> None:
-        wanted = body.wanted
-        if wanted.count < 1:
-            raise InvalidArgument(f"batch_size is {wanted.count}; it must be at least 1")
-        if isinstance(wanted.sampler, Groups) and (wanted.sampler.n < 1 or wanted.count % wanted.sampler.n):
+        body.wanted.check()
+        shelf = self._shelves[body.partition]
+        waiting = WaitingFetch(
+            call, body.wanted, body.fields, body.partial, lease_seconds(body.lease_seconds), None
+        )
+        self._serve_or_wait(shelf, waiting, now)
+
+    def list_candidates(self, call: Call, body: ListCandidates, now: float) -> None:
+        body.wanted.check()
+        if not body.wanted.count <= body.limit <= _MAX_CANDIDATES:
             raise InvalidArgument(
-                f"batch_size {wanted.count} is no multiple of the group size {wanted.sampler.n}; "
-                "groups are served whole"
-            )
-        if wanted.at_least is not None and not 1 <= wanted.at_least <= wanted.count:
-            raise InvalidArgument(
-                f"at_least is {wanted.at_least}; it must be in [1, {wanted.count}], the batch_size"
+                f"a list of {body.limit} candidates for {body.wanted.count} samples; "
+                f"at most {_MAX_CANDIDATES}"
             )
         shelf = self._shelves[body.partition]
-        waiting = WaitingFetch(call, wanted, body.fields, body.partial, lease_seconds(body.lease_seconds))
+        self._serve_or_wait(shelf, WaitingFetch(call, body.wanted, None, False, 1.0, body.limit), now)
+
+    def fetch_chosen(self, call: Call, body: FetchChosen, now: float) -> None:
+        partition = self._shelves[body.partition].partition
+        lease = partition.lease_ids(
+            body.task,
+            body.ids,
+            now=now,
+            seconds=lease_seconds(body.lease_seconds),
+            owner=call.session.number,
+            require=body.fields or (),
+        )
+        if lease is None:
+            call.reply(Flag(False))
+        else:
+            self._deliver(call, partition, lease, body.fields)
+
+    def _serve_or_wait(self, shelf: Shelf, waiting: WaitingFetch, now: float) -> None:
         if not self._serve(shelf, waiting, now):
-            self._waiting.setdefault((shelf.number, wanted.task), []).append(waiting)
-            self._timers.at(call.deadline, lambda: self._give_up(shelf, waiting))
+            self._waiting.setdefault((shelf.number, waiting.wanted.task), []).append(waiting)
+            self._timers.at(waiting.call.deadline, lambda: self._give_up(shelf, waiting))
 
     def _serve(self, shelf: Shelf, waiting: WaitingFetch, now: float) -> bool:
         partition, call = shelf.partition, waiting.call
+        if waiting.limit is not None:
+            found = partition.candidates(waiting.wanted, waiting.limit, now=now, owner=call.session.number)
+            if found is not None:
+                call.reply(Candidates(found))
+            return found is not None
         lease = partition.lease(
             waiting.wanted,
             now=now,
@@ -72,12 +113,12 @@ class Fetches:
         )
         if lease is None:
             return False
-        self.deliver(call, partition, lease, waiting.fields)
+        self._deliver(call, partition, lease, waiting.fields)
         return True
 
-    def deliver(self, call: Call, partition: Partition, lease: Lease, fields: Sequence[str] | None) -> None:
+    def _deliver(self, call: Call, partition: Partition, lease: Lease, fields: Sequence[str] | None) -> None:
         """Answers a call with what it has leased."""
-        samples = [partition.samples[sample] for sample in lease.ids]
+        samples = lease.samples
         names = partition.task(lease.task).fields if fields is None else fields
         places = self._place(call, samples, partition.fields_mask(names))
         unpin = call.undo
@@ -85,22 +126,20 @@ class Fetches:
         def take_back() -> None:
             if unpin is not None:
                 unpin()
-            if lease.id in partition.leases:
-                partition.nack(lease.id, self._timers.now())
+            partition.take_back(lease, self._timers.now())
 
         call.undo = take_back
         call.reply(
             Leased(
                 lease.id,
-                list(lease.ids),
+                lease.ids,
                 [None if sample.group is None else sample.group.key for sample in samples],
                 [sample.version for sample in samples],
                 [sample.priority for sample in samples],
                 places,
-                0,
-                [],
-                False,
-                False,
+                -1 if lease.seat is None else lease.seat[3],
+                lease.is_last,
+                lease.dummy,
             )
         )
 

@@ -77,15 +77,16 @@ class Puts:
             raise InvalidArgument(f"a put of {body.rows} rows and {body.nbytes} bytes")
         _positive(body.span)
         self._shelves.check_size(shelf, body.rows, body.nbytes)
-        if self._must_wait(shelf, body.rows, body.nbytes):
+        if self._must_wait(shelf, body.rows, body.nbytes, body.ticket):
             self._wait(call, shelf)
         else:
             self._grant_reserved(call, shelf, body)
 
     def _grant_reserved(self, call: Call, shelf: Shelf, body: Reserve) -> None:
         grant = self._grant(call, body.span, body.remote)
-        self._reservations[grant.number] = Reservation(shelf, body.rows, body.nbytes)
-        shelf.reserved_rows += body.rows
+        rows = body.rows - shelf.partition.admission.covered(body.ticket, body.rows)  # those count already
+        self._reservations[grant.number] = Reservation(shelf, rows, body.nbytes)
+        shelf.reserved_rows += rows
         shelf.reserved_bytes += body.nbytes
         self._timers.at(call.deadline + _GRACE, lambda: self._give_up_reservation(grant))
 
@@ -197,7 +198,7 @@ class Puts:
             self._put(call, grant, body)
         else:
             shelf = self._shelves[body.partition]
-            if self._must_wait(shelf, body.rows, body.nbytes):
+            if self._must_wait(shelf, body.rows, body.nbytes, body.ticket):
                 self._wait(call, shelf)
             else:
                 self._put(call, grant, body)
@@ -222,7 +223,7 @@ class Puts:
                     strict=True,
                 )
             ]
-            samples = partition.put(rows, body.specs, body.group_sizes, self._timers.now())
+            samples = partition.put(rows, body.specs, body.group_sizes, self._timers.now(), body.ticket)
         except QueueError:
             self._memory.discard(body.range)
             self.end_if_large(grant)
@@ -258,9 +259,12 @@ class Puts:
 
     # -- waiting for room ------------------------------------------------------------------------------------
 
-    def _must_wait(self, shelf: Shelf, rows: int, nbytes: int) -> bool:
-        others = any(not call.answered and _shelf_number(call) == shelf.number for call in self._waiting)
-        return others or not self._shelves.fits(shelf, rows, nbytes)
+    def _must_wait(self, shelf: Shelf, rows: int, nbytes: int, ticket: int | None) -> bool:
+        # Who was admitted does not queue again behind those that were not.
+        others = ticket is None and any(
+            not call.answered and _shelf_number(call) == shelf.number for call in self._waiting
+        )
+        return others or not self._shelves.fits(shelf, rows, nbytes, ticket)
 
     def _wait(self, call: Call, shelf: Shelf) -> None:
         self._waiting.append(call)
@@ -304,7 +308,7 @@ class Puts:
             try:
                 if shelf.number not in held_up:
                     self._check_still_open(call, shelf)
-                    if self._shelves.fits(shelf, body.rows, body.nbytes):
+                    if self._shelves.fits(shelf, body.rows, body.nbytes, body.ticket):
                         if isinstance(body, Reserve):
                             self._grant_reserved(call, shelf, body)
                         else:

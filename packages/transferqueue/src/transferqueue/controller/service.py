@@ -11,6 +11,8 @@ from ..introspection.statistics import MemoryStats, StoreStats, UnitStats, parti
 from ..scheduling.partition import Partition
 from ..wire.messages import (
     Ack,
+    Admit,
+    Advance,
     Announce,
     CheckFields,
     CloseGroup,
@@ -21,9 +23,11 @@ from ..wire.messages import (
     Drop,
     Extend,
     Fetch,
+    FetchChosen,
     Flag,
     IsClosed,
     LedgerPage,
+    ListCandidates,
     Locate,
     Nack,
     Opened,
@@ -42,6 +46,7 @@ from ..wire.messages import (
     encoder,
 )
 from ..wire.node import Call, Node, Session
+from .admissions import Admissions
 from .compaction import Compaction
 from .fetches import Fetches, lease_seconds
 from .memory import Backing, Memory
@@ -90,6 +95,7 @@ class ControllerService:
         )
         self._puts = Puts(new_generation(), self._shelves, self._memory, self._units, self._timers)
         self._fetches = Fetches(self._shelves, self._memory, self._timers)
+        self._admissions = Admissions(self._shelves, self._timers)
         self._compaction = Compaction(self._shelves, self._memory, self._units)
         self._unreached: dict[int, int] = {}
         self._sessions: dict[int, Session] = {}
@@ -132,9 +138,9 @@ class ControllerService:
             case Report():
                 self._units.report(call, call.body)
             case _:
-                self._handle_rare(call)
+                self._handle_rare(call, now)
 
-    def _handle_rare(self, call: Call) -> None:
+    def _handle_rare(self, call: Call, now: float) -> None:
         match call.body:
             case OpenPartition():
                 call.reply(self._open(call.body))
@@ -158,6 +164,15 @@ class ControllerService:
                 call.reply(_ledger(self._partition(number), task))
             case ReadStats():
                 call.reply(Stats(self._stats()))
+            case ListCandidates():
+                self._fetches.list_candidates(call, call.body, now)
+            case FetchChosen():
+                self._fetches.fetch_chosen(call, call.body, now)
+            case Advance(number, version):
+                self._partition(number).advance(version)
+                call.reply(Done())
+            case Admit():
+                self._admissions.ask(call, call.body, now)
             case Announce():
                 self._units.announce(call, call.body)
                 self._node.units = self._units.addresses
@@ -229,9 +244,13 @@ class ControllerService:
         for shelf in self._shelves:
             if shelf.partition.freed:
                 self._free(shelf)
+            if shelf.partition.room_made:
+                shelf.partition.room_made = False
+                self._puts.room_made = True
         if self._puts.room_made:
             self._puts.room_made = False
             self._puts.admit()
+            self._admissions.serve(now)
         for shelf in self._shelves:
             if shelf.partition.woken:
                 self._fetches.wake(shelf, now)

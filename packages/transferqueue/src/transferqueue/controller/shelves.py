@@ -21,16 +21,18 @@ class Shelf:
 
     number: int
     partition: Partition
-    max_samples: int | None
     max_bytes: int | None
     serial: int = 0
     reserved_rows: int = 0
     reserved_bytes: int = 0
 
-    def fits(self, rows: int, nbytes: int) -> bool:
-        samples = len(self.partition.samples) + self.reserved_rows + rows
+    @property
+    def max_samples(self) -> int | None:
+        return self.partition.max_samples
+
+    def fits(self, rows: int, nbytes: int, ticket: int | None) -> bool:
         held = self.partition.nbytes + self.reserved_bytes + nbytes
-        return (self.max_samples is None or samples <= self.max_samples) and (
+        return self.partition.fits(rows + self.reserved_rows, ticket) and (
             self.max_bytes is None or held <= self.max_bytes
         )
 
@@ -60,9 +62,11 @@ class Shelves:
         """Payload bytes held or promised."""
         return sum(shelf.partition.nbytes + shelf.reserved_bytes for shelf in self._by_number)
 
-    def fits(self, shelf: Shelf, rows: int, nbytes: int) -> bool:
+    def fits(self, shelf: Shelf, rows: int, nbytes: int, ticket: int | None) -> bool:
         """Whether a put fits the limits of its partition and of the store."""
-        return shelf.fits(rows, nbytes) and (self.max_bytes is None or self.nbytes + nbytes <= self.max_bytes)
+        return shelf.fits(rows, nbytes, ticket) and (
+            self.max_bytes is None or self.nbytes + nbytes <= self.max_bytes
+        )
 
     def check_size(self, shelf: Shelf, rows: int, nbytes: int) -> None:
         """Raises TooLarge for a put that can never fit."""
@@ -93,6 +97,7 @@ class Shelves:
             ("max_samples", body.max_samples, shelf.max_samples),
             ("max_bytes", body.max_bytes, shelf.max_bytes),
             ("length_field", body.length_field, partition.length_field),
+            ("max_staleness", body.max_staleness, partition.max_staleness),
         ):
             if got is not None and _unordered(got) != _unordered(has):
                 raise SchemaMismatch(
@@ -116,8 +121,18 @@ class Shelves:
                 raise InvalidArgument(
                     f"a limit of {limit} for partition {body.name!r}; give a positive one or None"
                 )
-        partition = Partition(body.name, body.tasks, length_field=body.length_field)
-        shelf = Shelf(len(self._by_number), partition, body.max_samples, body.max_bytes)
+        if body.max_staleness is not None and body.max_staleness < 0:
+            raise InvalidArgument(
+                f"max_staleness is {body.max_staleness} for partition {body.name!r}; 0 admits the newest only"
+            )
+        partition = Partition(
+            body.name,
+            body.tasks,
+            length_field=body.length_field,
+            max_samples=body.max_samples,
+            max_staleness=body.max_staleness,
+        )
+        shelf = Shelf(len(self._by_number), partition, body.max_bytes)
         self._by_number.append(shelf)
         self._by_name[body.name] = shelf
         return shelf

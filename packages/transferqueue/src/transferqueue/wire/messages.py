@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from ..introspection.statistics import StoreStats
+from ..scheduling.samples import Candidate
 from ..scheduling.wanted import Wanted
 from ..values.frame import FrameHeader
 from ..values.spec import FieldSpec
@@ -159,6 +160,7 @@ class Reserve(_Body, frozen=True):
     specs: dict[str, FieldSpec]
     groups: list[str | None] | None
     group_sizes: dict[str, int]
+    ticket: int | None
     remote: bool
 
 
@@ -238,6 +240,8 @@ class Fetch(_Body, frozen=True):
 
 
 class Leased(_Body, frozen=True):
+    """Samples on loan. `lease` 0: a dummy, which is nobody's to ack. `round` -1: outside rounds."""
+
     lease: int
     ids: list[int]
     groups: list[str | None]
@@ -245,8 +249,7 @@ class Leased(_Body, frozen=True):
     priorities: list[int]
     places: Places
     round: int
-    micro_batches: list[int]
-    last: bool
+    is_last: bool
     dummy: bool
 
 
@@ -263,24 +266,21 @@ class Located(_Body, frozen=True):
 
 
 class ListCandidates(_Body, frozen=True):
+    """Asks for the first `limit` samples that a fetch could have; waits until there are as many as wanted."""
+
     partition: int
-    task: str
+    wanted: Wanted
     limit: int
 
 
 class Candidates(_Body, frozen=True):
     """Ready samples in the order they would be served."""
 
-    ids: list[int]
-    groups: list[str | None]
-    versions: list[int]
-    priorities: list[int]
-    lengths: list[int]
-    ages: list[float]
+    samples: list[Candidate]
 
 
 class FetchChosen(_Body, frozen=True):
-    """Leases exactly these samples, or none of them."""
+    """Leases exactly these samples, or none of them: then the answer is a `Flag`, and others have them."""
 
     partition: int
     task: str
