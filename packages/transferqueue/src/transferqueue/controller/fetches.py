@@ -27,9 +27,10 @@ from .shelves import Shelf, Shelves
 from .timers import Timers
 
 _MAX_CANDIDATES = 100_000
+_FEW = 16
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class WaitingFetch:
     """A fetch for which too little is ready.
 
@@ -54,6 +55,7 @@ class Fetches:
         self._memory = memory
         self._timers = timers
         self._waiting: dict[tuple[int, str], list[WaitingFetch]] = {}
+        self._sweep_at: dict[tuple[int, str], int] = {}
 
     @property
     def waiting(self) -> int:
@@ -94,8 +96,17 @@ class Fetches:
 
     def _serve_or_wait(self, shelf: Shelf, waiting: WaitingFetch, now: float) -> None:
         if not self._serve(shelf, waiting, now):
-            self._waiting.setdefault((shelf.number, waiting.wanted.task), []).append(waiting)
-            self._timers.at(waiting.call.deadline, lambda: self._give_up(shelf, waiting))
+            self._wait((shelf.number, waiting.wanted.task), waiting)
+            call = waiting.call
+            self._timers.at(call.deadline, lambda: self._give_up(shelf, waiting), lambda: not call.answered)
+
+    def _wait(self, key: tuple[int, str], waiting: WaitingFetch) -> None:
+        """Queues it, and now and then drops those that were given up: nothing may ever wake them."""
+        queue = self._waiting.setdefault(key, [])
+        queue.append(waiting)
+        if len(queue) >= self._sweep_at.get(key, _FEW):
+            queue[:] = [one for one in queue if not one.call.answered]
+            self._sweep_at[key] = 2 * len(queue) + _FEW
 
     def _serve(self, shelf: Shelf, waiting: WaitingFetch, now: float) -> bool:
         partition, call = shelf.partition, waiting.call

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import Full, InvalidArgument, QueueError, StorageLost, Timeout
+from ..errors import Full, InvalidArgument, QueueError, StorageLost, Timeout, TooLarge
 from ..ids import MAX_SERIAL, first_id
 from ..scheduling.partition import Partition
 from ..scheduling.samples import Row
@@ -28,6 +28,8 @@ from .timers import Timers
 from .units import Units
 
 _GRACE = 2.0  # seconds a reservation outlives its put's deadline
+_MAX_ROWS = 1 << 20  # of one put: everybody waits while they are entered
+_INT64 = 1 << 63
 
 
 @dataclass(slots=True)
@@ -73,8 +75,7 @@ class Puts:
         partition.check_open()
         partition.check_schema(body.specs)
         partition.check_groups(body.groups or (), body.group_sizes)
-        if body.rows < 0 or body.nbytes < 0:
-            raise InvalidArgument(f"a put of {body.rows} rows and {body.nbytes} bytes")
+        _check_counts(body.rows, body.nbytes)
         _positive(body.span)
         self._shelves.check_size(shelf, body.rows, body.nbytes)
         if self._must_wait(shelf, body.rows, body.nbytes, body.ticket):
@@ -84,11 +85,17 @@ class Puts:
 
     def _grant_reserved(self, call: Call, shelf: Shelf, body: Reserve) -> None:
         grant = self._grant(call, body.span, body.remote)
+        if grant.number not in self._memory.grants:
+            return  # its unit was lost at once
         rows = body.rows - shelf.partition.admission.covered(body.ticket, body.rows)  # those count already
         self._reservations[grant.number] = Reservation(shelf, rows, body.nbytes)
         shelf.reserved_rows += rows
         shelf.reserved_bytes += body.nbytes
-        self._timers.at(call.deadline + _GRACE, lambda: self._give_up_reservation(grant))
+        self._timers.at(
+            call.deadline + _GRACE,
+            lambda: self._give_up_reservation(grant),
+            lambda: grant.number in self._reservations,
+        )
 
     def _grant(self, call: Call, span: int, remote: bool) -> Grant:
         unit = self._units.choose() if remote else None
@@ -113,7 +120,11 @@ class Puts:
             call.reply(granted)
 
     def _give_up_reservation(self, grant: Grant) -> None:
-        if grant.number in self._reservations:
+        if grant.unit is None:
+            # A client of this host that was stopped may go on to write where it was: the memory stays its own
+            # until it says or dies; only the room goes to others.
+            self._release(grant.number)
+        else:
             self.end_grant(grant)
 
     def end_grant(self, grant: Grant) -> None:
@@ -143,8 +154,16 @@ class Puts:
 
     def commit(self, call: Call, body: Commit | CommitUpdate) -> None:
         shelf = self._shelves[body.partition]
-        if isinstance(body, Commit) and (body.rows < 1 or body.nbytes < 0):
-            raise InvalidArgument(f"a put of {body.rows} rows and {body.nbytes} bytes")
+        if isinstance(body, Commit):
+            _check_counts(body.rows, body.nbytes, least=1)
+            for values in (body.versions, body.priorities, body.lengths):
+                _check_values(values, body.rows)
+            if body.groups is not None:
+                _each(body.groups, body.rows)
+        else:
+            _check_counts(len(body.ids), body.nbytes, least=1)
+            if body.lengths is not None:
+                _check_values(body.lengths, len(body.ids))
         grant = self._memory.name(body.range, call.session.number)
         try:
             if isinstance(body, Commit):
@@ -160,8 +179,21 @@ class Puts:
             raise
         where = (body.range.start, body.range.stop)
         if grant.unit is not None and where not in grant.written:
+            if self._units.silent(grant.unit):
+                self._memory.discard(body.range)
+                self.end_grant(grant)
+                raise _silent(grant.unit)
             self._coming[grant.number, body.range.start] = call
-            self._timers.at(call.deadline, lambda: self._give_up_coming(call, grant, body.range))
+            call.undo = lambda: self._not_coming(call, grant, body.range)
+            self._timers.at(
+                call.deadline,
+                lambda: self._give_up_coming(
+                    call,
+                    grant,
+                    Timeout("the payload did not reach its storage unit in time; nothing of it is kept"),
+                ),
+                lambda: not call.answered,
+            )
         else:
             self._arrived(call, grant, body)
 
@@ -173,6 +205,7 @@ class Puts:
         grant.written.add((where.start, where.stop))
         call = self._coming.pop((where.grant, where.start), None)
         if call is not None and not call.answered:
+            call.undo = None
             body = call.body
             assert isinstance(body, Commit | CommitUpdate)
             try:
@@ -180,15 +213,25 @@ class Puts:
             except QueueError as error:
                 call.fail(error)
 
-    def _give_up_coming(self, call: Call, grant: Grant, where: Range) -> None:
+    def _give_up_coming(self, call: Call, grant: Grant, error: QueueError) -> None:
+        undo = call.undo
+        if undo is not None and not call.answered:
+            call.fail(error)
+            undo()
+
+    def _not_coming(self, call: Call, grant: Grant, where: Range) -> None:
+        """Nobody waits any more for what was to fill a range."""
         if self._coming.get((grant.number, where.start)) is call:
             del self._coming[grant.number, where.start]
-            if not call.answered:
-                call.fail(
-                    Timeout("the payload did not reach its storage unit in time; nothing of it is kept")
-                )
             self._memory.discard(where)
             self.end_grant(grant)
+
+    def unit_silent(self, number: int) -> None:
+        """A unit does not answer: what was on its way to it has to go by another."""
+        for (granted, _), call in list(self._coming.items()):
+            grant = self._memory.grants.get(granted)
+            if grant is not None and grant.unit == number:
+                self._give_up_coming(call, grant, _silent(number))
 
     def _arrived(self, call: Call, grant: Grant, body: Commit | CommitUpdate) -> None:
         if isinstance(body, CommitUpdate):
@@ -268,7 +311,14 @@ class Puts:
 
     def _wait(self, call: Call, shelf: Shelf) -> None:
         self._waiting.append(call)
-        self._timers.at(call.deadline, lambda: self._give_up(call, shelf))
+        call.undo = lambda: self._given_up(call)
+        self._timers.at(call.deadline, lambda: self._give_up(call, shelf), lambda: not call.answered)
+
+    def _given_up(self, call: Call) -> None:
+        """Its client has given a waiting put up."""
+        self._forget_waiting(call)
+        self._waiting.remove(call)
+        self.room_made = True  # smaller puts behind it may fit
 
     def _give_up(self, call: Call, shelf: Shelf) -> None:
         if call.answered:
@@ -344,9 +394,36 @@ def _take_back(partition: Partition, ids: Sequence[int]) -> None:
         partition.drop(there, "given up by its producer before the put was confirmed")
 
 
+def _silent(number: int) -> StorageLost:
+    return StorageLost(
+        f"storage unit {number} does not answer; nothing of this put is kept", unit=number, address=""
+    )
+
+
 def _shelf_number(call: Call) -> int:
     body: Any = call.body
     return body.partition
+
+
+def _check_counts(rows: int, nbytes: int, least: int = 0) -> None:
+    if rows > _MAX_ROWS:
+        raise TooLarge(
+            f"a put of {rows} samples; at most {_MAX_ROWS} go at once, put the rest after them",
+            nbytes=rows,
+            limit=_MAX_ROWS,
+        )
+    if rows < least or not 0 <= nbytes < _INT64:
+        raise InvalidArgument(f"a put of {rows} rows and {nbytes} bytes")
+
+
+def _check_values(values: Sequence[int] | int, rows: int) -> None:
+    """Readers get them as int64, one for each sample."""
+    if isinstance(values, int):
+        values = (values,)
+    elif len(values) != rows:
+        raise InvalidArgument(f"{len(values)} values for {rows} samples")
+    if not -_INT64 <= min(values) <= max(values) < _INT64:
+        raise InvalidArgument("a version, priority or length is beyond 64 bits")
 
 
 def _positive(span: int) -> int:

@@ -92,6 +92,7 @@ class ControllerService:
             lambda: [self._memory.arena(number) for number in self._memory.arenas],
             self._memory.unwritten,
             self._timers,
+            lambda number: self._puts.unit_silent(number),
         )
         self._puts = Puts(new_generation(), self._shelves, self._memory, self._units, self._timers)
         self._fetches = Fetches(self._shelves, self._memory, self._timers)
@@ -201,6 +202,10 @@ class ControllerService:
 
     def release(self, session: Session, blocks: Sequence[int]) -> None:
         self._memory.unpin(session.number, blocks)
+
+    def leave(self, session: Session) -> None:
+        for shelf in self._shelves:
+            shelf.partition.release(session.number)
 
     def forget(self, session: Session) -> None:
         number = session.number

@@ -2,20 +2,32 @@
 
 import time
 from collections.abc import Callable
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from itertools import count
 
 
+_FEW = 1024
+
+
 class Timers:
-    """A callback checks for itself whether it still matters: none is ever taken back."""
+    """None is ever taken back. A callback checks for itself whether it still matters; those that say so beside
+    it are thrown out when they no longer do, so that a day's deadline of a request long answered is not kept.
+    """
 
     def __init__(self) -> None:
-        self._heap: list[tuple[float, int, Callable[[], None]]] = []
+        self._heap: list[tuple[float, int, Callable[[], None], Callable[[], bool] | None]] = []
         self._numbers = count()
+        self._sweep_at = _FEW
 
-    def at(self, when: float, callback: Callable[[], None]) -> None:
-        """Calls `callback` once `when`, in monotonic seconds, has come."""
-        heappush(self._heap, (when, next(self._numbers), callback))
+    def at(
+        self, when: float, callback: Callable[[], None], matters: Callable[[], bool] | None = None
+    ) -> None:
+        """Calls `callback` once `when`, in monotonic seconds, has come, unless it no longer `matters`."""
+        heappush(self._heap, (when, next(self._numbers), callback, matters))
+        if len(self._heap) >= self._sweep_at:
+            self._heap = [timer for timer in self._heap if timer[3] is None or timer[3]()]
+            heapify(self._heap)
+            self._sweep_at = 2 * len(self._heap) + _FEW
 
     @staticmethod
     def now() -> float:
@@ -24,7 +36,9 @@ class Timers:
 
     def run(self, now: float) -> None:
         while self._heap and self._heap[0][0] <= now:
-            heappop(self._heap)[2]()
+            _, _, callback, matters = heappop(self._heap)
+            if matters is None or matters():
+                callback()
 
     def next(self) -> float | None:
         return self._heap[0][0] if self._heap else None

@@ -41,6 +41,7 @@ class Unit:
         silent: it did not answer in time, and is not chosen until it does.
         orders: not reported yet, with what to do then.
         unanswered: orders that were under way at the last check.
+        awaited: orders that a client waits for.
     """
 
     address: UnitAddress
@@ -48,6 +49,7 @@ class Unit:
     silent: bool = False
     orders: dict[int, Finished] = field(default_factory=dict)
     unanswered: set[int] = field(default_factory=set)
+    awaited: set[int] = field(default_factory=set)
 
 
 class Units:
@@ -58,6 +60,7 @@ class Units:
         secret: what a unit has to know.
         arenas: the arenas there are, for a unit that comes (again).
         unwritten: what is granted through a unit and not written yet, for one that comes again.
+        fell_silent: told of a unit that does not answer any more.
     """
 
     def __init__(
@@ -67,12 +70,14 @@ class Units:
         arenas: Callable[[], Sequence[Arena]],
         unwritten: Callable[[int], Sequence[Range]],
         timers: Timers,
+        fell_silent: Callable[[int], None],
     ) -> None:
         self.expected = expected
         self._secret = secret.encode()
         self._arenas = arenas
         self._unwritten = unwritten
         self._timers = timers
+        self._fell_silent = fell_silent
         self._units: dict[int, Unit] = {}
         self._next_order = 1
         self._turn = 0
@@ -87,6 +92,10 @@ class Units:
 
     def alive(self, number: int) -> bool:
         return number in self._units and not self._units[number].silent
+
+    def silent(self, number: int) -> bool:
+        """Whether it is there, and does not answer."""
+        return number in self._units and self._units[number].silent
 
     def numbers(self) -> Sequence[int]:
         return sorted(self._units)
@@ -109,7 +118,13 @@ class Units:
         """Asks again and again for a sign of life: a process that is stopped keeps its connection."""
         if self._units.get(number) is not unit:
             return
-        unit.silent = bool(unit.unanswered) and unit.unanswered <= unit.orders.keys()
+        was_silent, unit.silent = unit.silent, bool(unit.unanswered) and unit.unanswered <= unit.orders.keys()
+        if unit.silent and not was_silent:
+            log.warning("storage unit %d does not answer", number)
+            for order in unit.awaited & unit.orders.keys():
+                unit.orders.pop(order)(f"storage unit {number} does not answer", {})
+            unit.awaited.clear()
+            self._fell_silent(number)
         if not unit.orders:
             self._order(number, Forget(0), _nothing)
         unit.unanswered = set(unit.orders)
@@ -130,7 +145,9 @@ class Units:
 
     def expect(self, number: int, where: Range, done: Callable[[str], None]) -> None:
         """Lets a unit take writes; `done` is told why not, or ""."""
-        self._order(number, Expect(where), lambda error, _: done(error))
+        order = self._order(number, Expect(where), lambda error, _: done(error))
+        if order is not None:
+            self._units[number].awaited.add(order)
 
     def forget(self, number: int, grant: int, done: Callable[[], None]) -> None:
         """Lets a unit take no more writes under a grant. A unit that is gone takes none anyway."""
@@ -152,21 +169,23 @@ class Units:
         self._order(numbers[0], Punch(arena, start, stop), lambda error, values: done())
         return True
 
-    def _order(self, number: int, what: Any, done: Finished, arenas: Sequence[Arena] = ()) -> None:
+    def _order(self, number: int, what: Any, done: Finished, arenas: Sequence[Arena] = ()) -> int | None:
         unit = self._units.get(number)
         connection = None if unit is None else unit.session.connection
         if unit is None or connection is None:
             done(f"storage unit {number} is gone", {})
-            return
+            return None
         order, self._next_order = self._next_order, self._next_order + 1
         unit.orders[order] = done
         reply = Reply(0, Order(order, what), [here for here, _ in arenas])
         connection.send(encoder.encode(reply), None, [descriptor for _, descriptor in arenas])
+        return order
 
     def report(self, call: Call, body: Report) -> None:
         unit = self._units[self.number_of(call)]
         call.reply(Done())
         unit.silent = False
+        unit.awaited.discard(body.order)
         done = unit.orders.pop(body.order, None)
         if done is not None:
             done(body.error, body.values)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import xxhash
 
-from ..errors import InvalidArgument, QueueError
+from ..errors import Corrupt, InvalidArgument, QueueError
 from ..transport.arenas import ArenaMap
 from ..transport.places import pieces_of
 from ..values.block import block_nbytes, is_checked, read_block, write_block
@@ -33,6 +33,7 @@ from ..wire.node import Call, Session
 from .incoming import Incoming
 from .overseer import Overseer
 
+_MAX_ROWS = 1 << 26
 _NOTHING = np.empty(0, np.uint8)
 
 
@@ -120,6 +121,7 @@ class StorageUnit:
             headers.append(header)
             frames.append(frame)
             blocks.append(decode(header, frame, verify=False))
+        _check_runs(places, [header.rows for header in headers])
         whole = len(blocks) == 1 and places.runs == [(0, headers[0].rows, 0, 0)] == [(0, places.rows, 0, 0)]
         if whole and (fields is None or set(fields) == blocks[0].keys()):
             return (headers[0] if checked else _summed(headers[0], frames[0])), frames[0]
@@ -140,6 +142,8 @@ class StorageUnit:
                 case Forget(grant):
                     self._expected.pop(grant, None)
                     self._written.pop(grant, None)
+                    for call in [call for call in self._incoming if call.body.range.grant == grant]:  # type: ignore[union-attr]  # writes
+                        del self._incoming[call]
                 case Compact(source, rows, target):
                     values["nbytes"] = self._compact(source, rows, target)
                 case Punch(arena, start, stop):
@@ -154,6 +158,8 @@ class StorageUnit:
         view = self._arenas.read(source.arena, source.start, source.stop)
         header, frame = read_block(view, source.grant, f"arena {source.arena} at {source.start}")
         columns = decode(header, frame, verify=False)
+        if any(not 0 <= row < header.rows for row in rows):
+            raise Corrupt(f"a block of {header.rows} rows was put as one of more")
         plans: dict[str, ColumnPlan] = {
             name: gather([(column, row, row + 1) for row in rows]) for name, column in columns.items()
         }
@@ -181,6 +187,9 @@ class StorageUnit:
     def release(self, session: Session, blocks: Sequence[int]) -> None:
         """Clients hold nothing here."""
 
+    def leave(self, session: Session) -> None:
+        """No client comes by a local connection."""
+
     def forget(self, session: Session) -> None:
         """A client is gone: what it had not finished is nothing."""
         for call in [call for call in self._incoming if call.session is session]:
@@ -189,6 +198,20 @@ class StorageUnit:
     def close(self) -> None:
         self._overseer.close()
         self._arenas.close()
+
+
+def _check_runs(places: Places, rows: Sequence[int]) -> None:
+    """Raises InvalidArgument for runs that leave the batch or the blocks, which have `rows` rows each."""
+    if not 0 <= places.rows <= _MAX_ROWS:
+        raise InvalidArgument(f"{places.rows} rows; at most {_MAX_ROWS} are read at once")
+    for position, count, block, row in places.runs:
+        if not (
+            0 <= block < len(rows)
+            and 0 < count
+            and 0 <= position <= places.rows - count
+            and 0 <= row <= rows[block] - count
+        ):
+            raise InvalidArgument(f"{count} rows from {row} on of block {block} are not there")
 
 
 def _summed(header: FrameHeader, frame: np.ndarray) -> FrameHeader:

@@ -22,6 +22,7 @@ class Pins:
     Attributes:
         notify: called when what was let go should be told at once; it must not block. Set by the
             connection's owner.
+        eager: everything should be told at once.
     """
 
     def __init__(self) -> None:
@@ -29,7 +30,9 @@ class Pins:
         self._counts: Counter[int] = Counter()
         self._released: deque[int] = deque()
         self._untold_bytes = 0
+        self._writing: set[int] = set()
         self.notify: Callable[[], None] | None = None
+        self.eager = False
 
     def received(self, blocks: Iterable[int]) -> None:
         """A reply has named these blocks."""
@@ -40,6 +43,27 @@ class Pins:
         """Lets go of one count of the block when `base` and every view of it are gone."""
         weakref.finalize(base, self._gone, block, base.nbytes).atexit = False
 
+    def writing(self, place: np.ndarray) -> None:
+        """Something is laid out at `place`, memory that must not be given to others before it is gone."""
+        key = id(place)
+        self._writing.add(key)
+        weakref.finalize(place, self._written, key).atexit = False
+
+    def _written(self, key: int) -> None:
+        self._writing.discard(key)
+        if self.eager and self.notify is not None:
+            self.notify()
+
+    @property
+    def any(self) -> bool:
+        """Whether this client looks at anything, as far as the controller was told, or writes."""
+        return bool(self._counts or self._writing)
+
+    @property
+    def untold(self) -> bool:
+        """Whether something was let go that the controller has not been told."""
+        return bool(self._released)
+
     def _gone(self, block: int, nbytes: int) -> None:
         self._untold_bytes += nbytes
         self.let_go(block)
@@ -47,7 +71,7 @@ class Pins:
     def let_go(self, *blocks: int) -> None:
         """Releases one count of each."""
         self._released.extend(blocks)
-        if self._untold_bytes >= _TELL_BYTES or len(self._released) >= _TELL_BLOCKS:
+        if self.eager or self._untold_bytes >= _TELL_BYTES or len(self._released) >= _TELL_BLOCKS:
             self._untold_bytes = 0
             if self.notify is not None:
                 self.notify()

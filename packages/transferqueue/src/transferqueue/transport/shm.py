@@ -25,7 +25,9 @@ class SharedMemoryTransport:
         self._pins = pins
 
     def stage(self, where: Range) -> np.ndarray:
-        return self._arenas.write(where.arena, where.start, where.stop)
+        place = self._arenas.write(where.arena, where.start, where.stop)
+        self._pins.writing(place)
+        return place
 
     def send(self, unit: int, where: Range, block: np.ndarray, deadline: float) -> list[Exchange]:
         return []  # it is in its place

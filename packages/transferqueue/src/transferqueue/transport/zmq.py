@@ -1,6 +1,7 @@
 """Payload over ZeroMQ, by way of the storage units."""
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,8 @@ from ..wire.steps import Exchange, Steps, expect
 from .pins import Pins
 from .receive_buffers import ReceiveBuffers
 
+_QUIET_SECONDS = 1.5
+_SHUNNED_SECONDS = 5.0
 _IDLE_BYTES = 1 << 28  # of memory kept for the next puts
 
 
@@ -33,6 +36,7 @@ class ZmqTransport:
         self._peer = peer
         self._pins = pins
         self._turn = 0
+        self._shunned: dict[int, float] = {}
         self._buffers = ReceiveBuffers(_IDLE_BYTES)
 
     def stage(self, where: Range) -> np.ndarray:
@@ -41,21 +45,33 @@ class ZmqTransport:
     def send(self, unit: int, where: Range, block: np.ndarray, deadline: float) -> list[Exchange]:
         return [Exchange(self._peer(unit), Write(where, 0), deadline, block)]
 
+    def _turns(self) -> Iterator[tuple[int, float | None]]:
+        """Units to ask, one after the other, each with how long it may say nothing. One that did not answer
+        lately comes last; when none has, the first is asked again and given all the time there is.
+        """
+        units = list(self._units())
+        self._turn += 1
+        at = self._turn % max(1, len(units))
+        now = time.monotonic()
+        units = sorted(units[at:] + units[:at], key=lambda unit: self._shunned.get(unit, 0.0) > now)
+        if len(units) > 1:
+            yield from ((unit, _QUIET_SECONDS) for unit in units)
+        yield from ((unit, None) for unit in units[:1])
+
     def read(self, places: Places, fields: Sequence[str] | None, deadline: float) -> Steps[dict[str, Column]]:
         try:
             if not places.rows:
                 return {}
             request = Read(places, None if fields is None else list(fields))
-            units = list(self._units())
-            self._turn += 1
             lost: StorageLost | None = None
-            for at in range(len(units)):
-                unit = units[(self._turn + at) % len(units)]
+            for unit, quiet in self._turns():
                 try:
-                    [answer] = yield [Exchange(self._peer(unit), request, deadline)]
+                    [answer] = yield [Exchange(self._peer(unit), request, deadline, quiet=quiet)]
                 except StorageLost as error:
                     lost = error  # another unit has the same memory
+                    self._shunned[unit] = time.monotonic() + _SHUNNED_SECONDS
                 else:
+                    self._shunned.pop(unit, None)
                     values = expect(answer, Values)
                     return decode(values.frame, answer.payload, verify=not answer.summed)
             raise lost or StorageLost("the store has no storage unit", unit=-1, address="")

@@ -38,8 +38,19 @@ class Channel(Protocol):
         """Whether the peer is connected now."""
         ...
 
-    def submit(self, peer: Any, body: RequestBody, payload: Any = None, *, timeout: float) -> Any:
+    def submit(
+        self,
+        peer: Any,
+        body: RequestBody,
+        payload: Any = None,
+        *,
+        timeout: float,
+        quiet: float | None = None,
+    ) -> Any:
         """Sends a request; gives what `result` or `answer` wait for.
+
+        Args:
+            quiet: seconds without a word from a storage unit after which it counts as lost.
 
         Raises:
             InvalidArgument: something in it cannot be sent (an int beyond 64 bits, text that is no Unicode).
@@ -60,10 +71,18 @@ class BlockingChannel(Channel, Protocol):
         """Blocks for the answer; raises the QueueError that came instead."""
         ...
 
+    def settle(self, pending: Sequence[Any]) -> None:
+        """Blocks until all are answered, or one has failed; then the others are given up."""
+        ...
+
 
 class AwaitedChannel(Channel, Protocol):
     async def answer(self, pending: Any) -> Answer:
         """Awaits the answer; raises the QueueError that came instead."""
+        ...
+
+    async def settle_async(self, pending: Sequence[Any]) -> None:
+        """Awaits until all are answered, or one has failed; then the others are given up."""
         ...
 
 

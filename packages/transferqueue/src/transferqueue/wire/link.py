@@ -11,10 +11,10 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from concurrent.futures import Future
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass, field
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from itertools import count
 from typing import Any
 
@@ -53,6 +53,11 @@ from .messages import (
 )
 
 _IDLE_BYTES = 1 << 28  # of receive buffers kept for the next answers
+_AGAIN_FIRST, _AGAIN_LAST = (
+    2.0,
+    30.0,
+)  # seconds until a request without payload is repeated, in case it was lost
+_FEW = 256
 _GREETED = zmq.EVENT_HANDSHAKE_SUCCEEDED
 _LEFT = zmq.EVENT_DISCONNECTED
 _REFUSED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
@@ -88,7 +93,14 @@ class Arriving:
 
 @dataclass(eq=False, slots=True)
 class Pending:
-    """A request on its way. `future` ends with an Answer or a QueueError."""
+    """A request on its way. `future` ends with an Answer or a QueueError.
+
+    Attributes:
+        quiet: seconds without a word from the peer after which it counts as lost; None: no matter.
+        withdrawn: the server was told to undo it.
+        pause: until it is sent again.
+        since: when it was sent.
+    """
 
     peer: "Peer"
     body: RequestBody
@@ -98,7 +110,10 @@ class Pending:
     future: "Future[Answer]" = field(default_factory=Future)
     id: int = 0
     greeting: int = 0
-    withdrawn: bool = False  # the server was told to undo it
+    withdrawn: bool = False
+    quiet: float | None = None
+    pause: float = _AGAIN_FIRST
+    since: float = 0.0
     incoming: "Arriving | None" = None
 
 
@@ -110,6 +125,8 @@ class Peer:
         lost: makes the error that says this peer is gone, from the reason.
         carries_payload: what comes from it is large and read at once: few messages are kept waiting, so that
             their memory is used again.
+        confirmed: answered while an older request is under way; the server is told with the next request.
+        heard: when a message came last.
         greeting: how often we said hello; a request sent before the last hello is repeated after the welcome.
     """
 
@@ -122,6 +139,8 @@ class Peer:
     monitor: Any = None
     outstanding: dict[int, Pending] = field(default_factory=dict)
     ids: "count[int]" = field(default_factory=lambda: count(1))
+    confirmed: list[int] = field(default_factory=list)
+    heard: float = 0.0
     greeting: int = 0
     greeted: int = 0
     down_since: float | None = None
@@ -157,6 +176,8 @@ class Link:
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._peers: list[Peer] = []
         self._deadlines: list[tuple[float, int, Pending]] = []
+        self._sweep_at = _FEW
+        self._releases = count(1)
         self._numbers = count()
         self._lock = threading.Lock()
         self._closed = False
@@ -176,13 +197,25 @@ class Link:
         self._tell("connect", peer)
         return peer
 
-    def submit(self, peer: Peer, body: RequestBody, payload: Any = None, *, timeout: float) -> Pending:
+    def submit(
+        self,
+        peer: Peer,
+        body: RequestBody,
+        payload: Any = None,
+        *,
+        timeout: float,
+        quiet: float | None = None,
+    ) -> Pending:
         """Sends a request; its future ends within `timeout` seconds and a little.
+
+        Args:
+            quiet: seconds without a word from the peer after which it counts as lost.
 
         Raises:
             InvalidArgument: something in it cannot be sent (an int beyond 64 bits, text that is no Unicode).
         """
         pending = _pending(peer, body, payload, timeout)
+        pending.quiet = quiet
         pending.future.set_running_or_notify_cancel()  # only an answer, an error or the deadline ends it
         self._tell("send", pending)
         return pending
@@ -198,6 +231,29 @@ class Link:
     async def answer(self, pending: Pending) -> Answer:
         """Awaits the answer; raises the QueueError that came instead."""
         return await asyncio.wrap_future(pending.future)
+
+    def settle(self, pending: Sequence[Pending]) -> None:
+        """Blocks until all are answered, or one has failed; then the others are given up."""
+        longest = max(one.deadline for one in pending) - time.monotonic()
+        left = wait([one.future for one in pending], max(0.0, longest) + 30.0, FIRST_EXCEPTION).not_done
+        self._give_up_all(one for one in pending if one.future in left)
+
+    async def settle_async(self, pending: Sequence[Pending]) -> None:
+        """Awaits until all are answered, or one has failed; then the others are given up."""
+        futures = [asyncio.wrap_future(one.future) for one in pending]
+        try:
+            await asyncio.wait(futures, return_when=asyncio.FIRST_EXCEPTION)
+            left = [one for one, future in zip(pending, futures, strict=True) if not future.done()]
+        finally:
+            for future in futures:
+                if future.done() and not future.cancelled():
+                    future.exception()  # it is raised where the answer is awaited
+                future.cancel()
+        self._give_up_all(left)
+
+    def _give_up_all(self, pending: Iterable[Pending]) -> None:
+        for one in pending:
+            self.give_up(one)
 
     def give_up(self, pending: Pending) -> None:
         """The answer is not wanted any more; what the request may have leased returns."""
@@ -340,7 +396,7 @@ class Link:
         if self._peers and self._peers[0].greeted and (blocks := self._pins.taken()):
             peer = self._peers[0]
             below = next(iter(peer.outstanding), 0)
-            peer.socket.send(encoder.encode(Request(0, below, 0.0, Release(blocks))))
+            peer.socket.send(encoder.encode(Request(0, below, 0.0, Release(next(self._releases), blocks))))
 
     def _start(self, pending: Pending) -> None:
         peer = pending.peer
@@ -348,18 +404,38 @@ class Link:
             _end(pending, peer.failed.again())
             return
         pending.id = next(peer.ids)
+        pending.since = time.monotonic()
         peer.outstanding[pending.id] = pending
-        heappush(self._deadlines, (pending.deadline + SLACK, next(self._numbers), pending))
         if peer.greeting:
             self._send(pending)  # otherwise it follows the first welcome
+        self._watch(pending)
+
+    def _watch(self, pending: Pending) -> None:
+        """Has the request looked at when it is due to be sent again, or overdue."""
+        if len(self._deadlines) >= self._sweep_at:
+            self._deadlines = [entry for entry in self._deadlines if not entry[2].future.done()]
+            heapify(self._deadlines)
+            self._sweep_at = 2 * len(self._deadlines) + _FEW
+        due = pending.deadline + SLACK
+        if isinstance(pending.body, Cancel):
+            due = time.monotonic() + pending.pause  # until it is heard
+        if pending.quiet is not None:
+            due = min(due, max(pending.since, pending.peer.heard) + pending.quiet)
+        if pending.payload is None:
+            due = min(due, time.monotonic() + pending.pause)
+        heappush(self._deadlines, (due, next(self._numbers), pending))
 
     def _send(self, pending: Pending) -> None:
         peer = pending.peer
         pending.greeting = peer.greeting
-        timeout = max(0.0, pending.deadline - time.monotonic())
-        header = encoder.encode(
-            (pending.id, next(iter(peer.outstanding)), timeout, pending.encoded)
-        )  # a Request
+        pending.since = time.monotonic()
+        timeout = max(0.0, pending.deadline - pending.since)
+        below = next(iter(peer.outstanding))
+        request: tuple[Any, ...] = (pending.id, below, timeout, pending.encoded)
+        if peer.confirmed:
+            confirmed, peer.confirmed = peer.confirmed, []
+            request += ([number for number in confirmed if number > below],)
+        header = encoder.encode(request)  # a Request
         if pending.payload is None:
             peer.socket.send(header)
         elif isinstance(pending.body, Write) and len(pending.payload) > CHUNK:
@@ -381,8 +457,10 @@ class Link:
     def _cancel(self, pending: Pending) -> None:
         peer, body = pending.peer, pending.body
         if pending.id in peer.outstanding:
-            pending.withdrawn = True
-            self._start(_pending(peer, Cancel(pending.id), None, 30))
+            if not pending.withdrawn:
+                pending.withdrawn = True
+                self._start(_pending(peer, Cancel(pending.id), None, 30))
+            _end(pending, Timeout("given up"))
         elif pending.future.exception(0) is None:
             leased = pending.future.result(0).body
             self._pins.let_go(*(handle.block for handle in handles_of(leased)))
@@ -401,6 +479,7 @@ class Link:
                 peer, Malformed(f"{peer.name} at {peer.address} sent what is no reply ({error})"), final=True
             )
             return True
+        peer.heard = time.monotonic()
         body = reply.body
         if isinstance(body, Values | Chunk):
             self._take_values(peer, reply.id, body, frames[1].buffer if len(frames) > 1 else b"")
@@ -412,19 +491,26 @@ class Link:
         elif isinstance(body, Failure) and reply.id == 0:
             self._fail(peer, named(body.kind, body.message, body.details), final=True)
         else:
-            pending = peer.outstanding.pop(reply.id, None)
-            blocks = [handle.block for handle in handles_of(body)]
-            if not (pending is not None and pending.withdrawn):
-                self._pins.received(blocks)
-            if pending is not None and isinstance(pending.body, Cancel):
-                peer.outstanding.pop(pending.body.request, None)
+            pending = self._answered(peer, reply.id)
             if pending is None:
-                self._pins.let_go(*blocks)
-            elif isinstance(body, Failure):
+                return True  # a second answer: the server counts the pins of a request once
+            if not pending.withdrawn:
+                self._pins.received(handle.block for handle in handles_of(body))
+            if isinstance(pending.body, Cancel):
+                self._answered(peer, pending.body.request)
+            if isinstance(body, Failure):
                 _end(pending, named(body.kind, body.message, body.details))
             else:
                 _end(pending, Answer(body, frames[1].buffer if len(frames) > 1 else b""))
         return True
+
+    @staticmethod
+    def _answered(peer: Peer, number: int) -> Pending | None:
+        """Takes a request whose answer is here."""
+        pending = peer.outstanding.pop(number, None)
+        if pending is not None and peer.outstanding and next(iter(peer.outstanding)) < number:
+            peer.confirmed.append(number)
+        return pending
 
     def _take_values(self, peer: Peer, number: int, body: Values | Chunk, payload: Any) -> None:
         """The payload of an answer, whole or in parts."""
@@ -433,7 +519,7 @@ class Link:
             return
         if isinstance(body, Values):
             if body.nbytes == len(payload):
-                del peer.outstanding[number]
+                self._answered(peer, number)
                 _end(pending, Answer(body, payload))
                 return
             pending.incoming = Arriving(body, self._buffers.take(body.nbytes))
@@ -447,7 +533,7 @@ class Link:
         else:
             outcome = Answer(pending.incoming.values, pending.incoming.buffer, summed=True)
         if done:
-            del peer.outstanding[number]
+            self._answered(peer, number)
             pending.incoming = None
             _end(pending, outcome)
 
@@ -468,11 +554,7 @@ class Link:
         while self._deadlines and (self._deadlines[0][0] <= now or self._deadlines[0][2].future.done()):
             pending = heappop(self._deadlines)[2]
             if not pending.future.done():
-                pending.withdrawn = True
-                if pending.peer.greeting and pending.peer.failed is None:
-                    self._start(_pending(pending.peer, Cancel(pending.id), None, 30))
-                name, what = pending.peer.name, type(pending.body).__name__
-                _end(pending, Timeout(f"{name} at {pending.peer.address} did not answer {what} in time"))
+                self._look_at(pending, now)
         for peer in self._peers:
             if (
                 peer.down_since is not None
@@ -481,6 +563,25 @@ class Link:
             ):
                 self._fail(peer, peer.lost(f"cannot be reached since {self._patience:g} s"), final=False)
 
+    def _look_at(self, pending: Pending, now: float) -> None:
+        """Ends a request that is overdue; sends another again, as it may have been lost."""
+        peer, what = pending.peer, type(pending.body).__name__
+        if pending.quiet is not None and now >= max(pending.since, peer.heard) + pending.quiet:
+            outcome: QueueError = peer.lost(f"said nothing for {pending.quiet:g} s")
+        elif now >= pending.deadline + SLACK and not isinstance(pending.body, Cancel):
+            outcome = Timeout(f"{peer.name} at {peer.address} did not answer {what} in time")
+        else:
+            if pending.payload is None and now >= pending.since + pending.pause:
+                pending.pause = min(2 * pending.pause, _AGAIN_LAST)
+                if peer.greeting and peer.greeted == peer.greeting and peer.down_since is None:
+                    self._send(pending)
+            self._watch(pending)
+            return
+        pending.withdrawn = True
+        if peer.greeting and peer.failed is None:
+            self._start(_pending(peer, Cancel(pending.id), None, 30))
+        _end(pending, outcome)
+
     def _fail(self, peer: Peer, error: QueueError, *, final: bool) -> None:
         """Ends everything under way; unless `final`, a later welcome makes the peer usable again."""
         if peer.final:
@@ -488,9 +589,20 @@ class Link:
         peer.failed, peer.final = error, final
         if not peer.welcome.done():
             peer.welcome.set_exception(error)
-        for pending in peer.outstanding.values():
-            _end(pending, error.again())
+        under_way = list(peer.outstanding.values())
         peer.outstanding.clear()
+        for pending in under_way:
+            _end(pending, error.again())
+            if final or not pending.greeting or isinstance(pending.body, Cancel):
+                continue
+            # The server may have done it, or do it yet: if it is ever reached again it hears to undo that.
+            pending.withdrawn = True
+            peer.outstanding[pending.id] = pending
+        for pending in list(peer.outstanding.values()):
+            cancel = _pending(peer, Cancel(pending.id), None, 30)
+            cancel.id = next(peer.ids)
+            peer.outstanding[cancel.id] = cancel
+            self._watch(cancel)
 
 
 def _pending(peer: Peer, body: RequestBody, payload: Any, timeout: float) -> Pending:

@@ -5,6 +5,7 @@ knows nothing of requests.
 """
 
 import array
+import errno
 import os
 import socket
 import struct
@@ -18,9 +19,10 @@ import zmq
 from .messages import COPY_BELOW, MAX_HEADER_BYTES
 
 _MAX_MESSAGES_A_TURN = 64
-_MAX_UNSENT = 1 << 28  # bytes kept for a local client that does not read; then it is cut off
+_MAX_UNSENT = 1 << 22  # bytes kept for a local client that does not read; beyond it, nothing more is heard
 _RECEIVED = 1 << 16  # bytes at once; more would be mapped afresh each time
 _MAX_STRANGERS = 1_024  # local connections that have not said hello
+_MAX_HELLO_BYTES = 1 << 24
 _LENGTH = struct.Struct("<I")
 
 
@@ -61,9 +63,16 @@ class Poll:
         self._epoll = epoll()
         self._handlers: dict[int, Callable[[], None]] = {}
 
-    def watch(self, descriptor: int, handler: Callable[[], None], *, writable: bool = False) -> None:
-        """Calls `handler` when the descriptor is readable (or also writable); again replaces it."""
-        mask = EPOLLIN | (EPOLLOUT if writable else 0)
+    def watch(
+        self,
+        descriptor: int,
+        handler: Callable[[], None],
+        *,
+        readable: bool = True,
+        writable: bool = False,
+    ) -> None:
+        """Calls `handler` when the descriptor is readable, writable, or has ended; again replaces it."""
+        mask = (EPOLLIN if readable else 0) | (EPOLLOUT if writable else 0)
         if descriptor in self._handlers:
             self._epoll.modify(descriptor, mask)
         else:
@@ -144,6 +153,9 @@ class ZmqListener:
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self.socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        # A host that vanished says nothing: without this its clients would hold what they hold forever.
+        self.socket.setsockopt(zmq.HEARTBEAT_IVL, 5_000)
+        self.socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 15_000)
         self.socket.setsockopt(zmq.MAXMSGSIZE, max_message_bytes)
         self.socket.setsockopt(zmq.SNDHWM, 100_000)
         self.socket.setsockopt(zmq.RCVHWM, waiting)
@@ -223,7 +235,7 @@ class _LocalConnection:
         self.socket = connected
         self.pidfd = pidfd
         self.greeted = False
-        self.waits = False  # for room to write
+        self.watched: tuple[bool, bool] = (True, False)  # for something to read, for room to write
         self.inbox = bytearray()
         self._unsent: deque[tuple[memoryview, Sequence[int]]] = deque()
         self._unsent_bytes = 0
@@ -234,12 +246,22 @@ class _LocalConnection:
         if self.socket.fileno() < 0:
             return False
         self._unsent.append((memoryview(_LENGTH.pack(len(header)) + header), tuple(descriptors)))
-        self._unsent_bytes += len(header)
+        self._unsent_bytes += _LENGTH.size + len(header)
         if len(self._unsent) == 1:
             self.flush()
-        if self._unsent_bytes > _MAX_UNSENT:
-            self._listener.end(self)
+        elif self.clogged:
+            self._listener.wait_for(self, room=True)
         return self.socket.fileno() >= 0
+
+    @property
+    def clogged(self) -> bool:
+        """It does not read its answers; until it does, nothing more is heard from it."""
+        return self._unsent_bytes > _MAX_UNSENT
+
+    def drop_unsent(self) -> None:
+        """Nobody will read it."""
+        self._unsent.clear()
+        self._unsent_bytes = 0
 
     def flush(self) -> None:
         """Sends what fits into the socket."""
@@ -263,7 +285,7 @@ class _LocalConnection:
                     self._unsent.popleft()
                 else:
                     self._unsent[0] = (data[sent:], ())
-        self._listener.wait_to_write(self, waiting)
+        self._listener.wait_for(self, room=waiting)
 
     def hang_up(self) -> None:
         self._listener.end(self)
@@ -277,6 +299,9 @@ class LocalListener:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         self._socket.bind("\0" + name)
         self._socket.listen(1024)
+        self._spare = os.open(
+            os.devnull, os.O_RDONLY | os.O_CLOEXEC
+        )  # to turn one away where no file may be opened
         self._strangers: OrderedDict[_LocalConnection, None] = OrderedDict()
         self._connections: set[_LocalConnection] = set()
 
@@ -290,10 +315,13 @@ class LocalListener:
                 connected, _ = self._socket.accept()
             except BlockingIOError:
                 return
-            except OSError:  # no descriptor left: the longest silent stranger makes room
-                if not self._strangers:
-                    raise
-                self.end(next(iter(self._strangers)))
+            except OSError as error:
+                if error.errno not in (errno.EMFILE, errno.ENFILE):
+                    continue  # it hung up before it was accepted
+                if self._strangers:  # the longest silent stranger makes room
+                    self.end(next(iter(self._strangers)))
+                else:
+                    self._turn_away()
                 continue
             connected.setblocking(False)
             peer = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
@@ -311,8 +339,20 @@ class LocalListener:
             while len(self._strangers) > _MAX_STRANGERS:
                 self.end(next(iter(self._strangers)))
 
+    def _turn_away(self) -> None:
+        """Hangs up on one who waits to be accepted, or the poll would not rest."""
+        os.close(self._spare)
+        try:
+            self._socket.accept()[0].close()
+        except BlockingIOError:
+            pass  # it has hung up itself
+        finally:
+            self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+
     def _read(self, connection: _LocalConnection) -> None:
         connection.flush()
+        if connection.clogged:
+            return
         try:
             data = connection.socket.recv(_RECEIVED)
         except BlockingIOError:
@@ -327,7 +367,7 @@ class LocalListener:
         at = 0
         while len(inbox) - at >= 4:
             (length,) = _LENGTH.unpack_from(inbox, at)
-            if length > MAX_HEADER_BYTES:
+            if length > (MAX_HEADER_BYTES if connection.greeted else _MAX_HELLO_BYTES):
                 self._receiver.malformed(connection, f"a message of {length} bytes is announced")
                 self.end(connection)
                 return
@@ -342,14 +382,23 @@ class LocalListener:
             self._strangers.pop(connection, None)
 
     def _died(self, connection: _LocalConnection) -> None:
+        connection.drop_unsent()
         while connection.socket.fileno() >= 0 and _readable(connection.socket):
+            connection.drop_unsent()
             self._read(connection)  # what it said before it died counts
         self.end(connection)
 
-    def wait_to_write(self, connection: _LocalConnection, waiting: bool) -> None:
-        if waiting or connection.waits:
-            connection.waits = waiting
-            self._poll.watch(connection.socket.fileno(), lambda: self._read(connection), writable=waiting)
+    def wait_for(self, connection: _LocalConnection, *, room: bool) -> None:
+        """Has the connection watched for something to read, unless it is clogged, and for room to write."""
+        wanted = (not connection.clogged, room)
+        if wanted != connection.watched and connection in self._connections:
+            connection.watched = wanted
+            self._poll.watch(
+                connection.socket.fileno(),
+                lambda: self._read(connection),
+                readable=wanted[0],
+                writable=wanted[1],
+            )
 
     def end(self, connection: _LocalConnection) -> None:
         """Closes a connection and reports it."""
@@ -369,6 +418,7 @@ class LocalListener:
         for connection in list(self._connections):
             self.end(connection)
         self._socket.close()
+        os.close(self._spare)
 
 
 def _readable(connected: socket.socket) -> bool:

@@ -7,12 +7,14 @@ import select
 import socket
 import threading
 import time
-from contextlib import suppress
+import weakref
+from collections.abc import Sequence
 from typing import Any
 
 from ..errors import ControllerLost, QueueError, Timeout
 from ..transport.pins import Pins
 from .channel import SLACK, Answer
+from .lingering import part
 from .local_session import (
     RETRY_FIRST,
     RETRY_LAST,
@@ -44,20 +46,24 @@ class LocalChannel:
         self._patience = patience
         self._pid = os.getpid()
         self._socket: socket.socket | None = None
+        self._unsent = b""
         self._lost_once = False
         self._closed = False
         self._changed = threading.Condition(threading.Lock())  # guards what follows and the session
         self._reading = False
         self._pins = pins
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)  # tells who reads that this is closed
+        weakref.finalize(self, os.close, self._wake).atexit = False
         pins.notify = self._tell_released
         self._open()
-        self._send(session.hello(), time.monotonic() + 5)
+        self._send(session.hello())
 
     def _open(self) -> None:
         connected = connected_to(self._name)
         connected.setblocking(False)
         self._readable = select.poll()
         self._readable.register(connected, select.POLLIN)
+        self._readable.register(self._wake, select.POLLIN)
         self._socket = connected
 
     def wait_welcome(self, timeout: float) -> Welcome:
@@ -77,33 +83,71 @@ class LocalChannel:
     def reachable(self, peer: Any) -> bool:
         return self._socket is not None and not self._closed and self._session.failed is None
 
-    def submit(self, peer: Any, body: RequestBody, payload: Any = None, *, timeout: float) -> LocalPending:
+    def submit(
+        self,
+        peer: Any,
+        body: RequestBody,
+        payload: Any = None,
+        *,
+        timeout: float,
+        quiet: float | None = None,
+    ) -> LocalPending:
         if self._pid != os.getpid():
             raise QueueError("this client was connected in another process; connect again after a fork")
         with self._changed:
             if self._closed:
                 raise QueueError("this client is closed; connect again")
             pending, data = self._session.request(body, timeout)
-            if self._socket is not None and data:
-                self._send(data, pending.deadline)
+            self._send(data)
+        if self._unsent:
+            self._push(pending)
         return pending
 
-    def _send(self, data: bytes, deadline: float) -> None:
-        """Sends all, or gives the connection up: half a message would make the rest unreadable."""
+    def _send(self, data: bytes) -> None:
+        """Sends what fits into the socket, and keeps the rest in order: half a message would make all that
+        follows unreadable.
+        """
+        if self._socket is None:
+            return  # everything is repeated on the next connection
+        if self._unsent:
+            data = self._unsent + data
         try:
             while data:
-                assert self._socket is not None
-                try:
-                    data = data[self._socket.send(data) :]
-                except BlockingIOError:  # the controller reads nothing: it is stopped, or far behind
-                    writable = select.poll()
-                    writable.register(self._socket, select.POLLOUT)
-                    if not writable.poll(_milliseconds(deadline + SLACK)):
-                        raise TimeoutError from None
+                data = data[self._socket.send(data) :]
+        except BlockingIOError:
+            pass  # the controller reads nothing: it is stopped, or far behind
         except OSError:
-            self._drop_socket()
+            data = b""  # who reads finds the connection ended
+        self._unsent = data
+
+    def _push(self, pending: LocalPending) -> None:
+        """Waits for room for what is unsent, up to the deadline of the request. Reads meanwhile if nobody
+        does: a controller that gets rid of nothing hears nothing.
+        """
+        until = pending.deadline + SLACK
+        while self._unsent and pending.outcome is None and time.monotonic() < until:
+            with self._changed:
+                connected, reads = self._socket, not self._reading
+                if connected is None:
+                    return
+                self._reading = True
+            try:
+                both = select.poll()
+                both.register(connected, select.POLLOUT | (select.POLLIN if reads else 0))
+                ready = both.poll(_milliseconds(until))
+                if reads and any(event & ~select.POLLOUT for _, event in ready):
+                    self._read_some(until)
+            finally:
+                if reads:
+                    with self._changed:
+                        self._reading = False
+                        self._changed.notify_all()
+            with self._changed:
+                self._send(b"")
 
     def _drop_socket(self) -> None:
+        self._unsent = b""
+        self._session.broken()
         if self._socket is not None:
             self._socket.close()
             self._socket = None
@@ -126,11 +170,13 @@ class LocalChannel:
                     self._changed.notify_all()
         return pending.result()
 
+    def settle(self, pending: Sequence[Any]) -> None:
+        raise AssertionError("a local request needs no other: payload lies in shared memory")
+
     def _overdue(self, pending: LocalPending) -> bool:
         if pending.outcome is None and time.monotonic() >= pending.deadline + SLACK:
             data = self._session.overdue(pending)
-            if self._socket is not None and data:
-                self._send(data, time.monotonic())
+            self._send(data)
         return pending.outcome is not None
 
     def _read_until(self, pending: LocalPending) -> None:
@@ -185,25 +231,22 @@ class LocalChannel:
             self._open()
         except OSError:
             return False
-        self._send(self._session.hello() + self._session.repeated(), time.monotonic() + 5)
+        self._send(self._session.hello() + self._session.repeated())
         self._lost_once = False
         return True
 
     def give_up(self, pending: LocalPending) -> None:
         with self._changed:
             body = self._session.withdraw(pending)
-            if body is not None and self._socket is not None and not self._closed:
-                later, data = self._session.request(body, 30)
-                self._send(data, later.deadline)
+            if body is not None and not self._closed:
+                self._send(self._session.request(body, 30)[1])
 
     def _tell_released(self) -> None:
         """Called by finalizers: sends at once if that needs no waiting, else the next request does."""
         if self._pid == os.getpid() and self._changed.acquire(blocking=False):
             try:
                 if self._socket is not None and not self._closed and not self._session.failed:
-                    data = self._session.released()
-                    if data:
-                        self._send(data, time.monotonic())
+                    self._send(self._session.released())
             finally:
                 self._changed.release()
 
@@ -215,11 +258,10 @@ class LocalChannel:
                 return
             self._closed = True
             self._session.fail(QueueError("this client was closed while the request was under way"))
-            if self._socket is not None:
-                with suppress(OSError):  # it had ended
-                    self._socket.shutdown(socket.SHUT_RDWR)  # wakes who reads
-                self._drop_socket()
-            self._session.broken()
+            os.eventfd_write(self._wake, 1)
+            part(self._socket, self._session, self._pins)
+            self._socket = None
+            self._drop_socket()
             self._changed.notify_all()
 
 

@@ -4,11 +4,13 @@ import asyncio
 import os
 import socket
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from ..errors import QueueError, Timeout
 from ..transport.pins import Pins
 from .channel import SLACK, Answer
+from .lingering import part
 from .local_session import (
     RETRY_FIRST,
     RETRY_LAST,
@@ -38,6 +40,7 @@ class AsyncLocalChannel:
         self._welcomed = self._loop.create_future()
         self._reconnecting: asyncio.Task[None] | None = None
         self._socket: socket.socket | None = connected_to(name)
+        self._pins = pins
         pins.notify = self._released_somewhere
         self._attach()
         self._write(session.hello())
@@ -55,7 +58,15 @@ class AsyncLocalChannel:
     def reachable(self, peer: Any) -> bool:
         return self._socket is not None and not self._closed and self._session.failed is None
 
-    def submit(self, peer: Any, body: RequestBody, payload: Any = None, *, timeout: float) -> LocalPending:
+    def submit(
+        self,
+        peer: Any,
+        body: RequestBody,
+        payload: Any = None,
+        *,
+        timeout: float,
+        quiet: float | None = None,
+    ) -> LocalPending:
         if self._pid != os.getpid():
             raise QueueError("this client was connected in another process; connect again after a fork")
         if self._closed:
@@ -80,6 +91,9 @@ class AsyncLocalChannel:
             finally:
                 timer.cancel()
         return pending.result()
+
+    async def settle_async(self, pending: Sequence[Any]) -> None:
+        raise AssertionError("a local request needs no other: payload lies in shared memory")
 
     def _overdue(self, pending: LocalPending) -> None:
         self._write(self._session.overdue(pending))
@@ -200,10 +214,10 @@ class AsyncLocalChannel:
         self._closed = True
         if self._reconnecting is not None:
             self._reconnecting.cancel()
-        if self._loop.is_closed():
-            if self._socket is not None:
-                self._socket.close()
-                self._socket = None
-        else:
-            self._detach()
+        connected, self._socket = self._socket, None
+        if connected is not None and not self._loop.is_closed():
+            self._loop.remove_reader(connected.fileno())
+            self._loop.remove_writer(connected.fileno())
+        self._detach()
         self._wake(self._session.fail(QueueError("this client was closed while the request was under way")))
+        part(connected, self._session, self._pins)

@@ -45,9 +45,15 @@ _DESCRIPTORS = socket.CMSG_SPACE(253 * 4)
 
 
 class LocalPending:
-    """A request under way. `outcome` is set once; `withdrawn`: the controller was told to undo it."""
+    """A request under way.
 
-    __slots__ = ("body", "data", "deadline", "id", "outcome", "waiter", "withdrawn")
+    Attributes:
+        outcome: set once.
+        sent: the controller may have heard of it.
+        withdrawn: the controller was told to undo it.
+    """
+
+    __slots__ = ("body", "data", "deadline", "id", "outcome", "sent", "waiter", "withdrawn")
 
     def __init__(self, number: int, body: RequestBody, data: msgspec.Raw, deadline: float) -> None:
         self.id = number
@@ -56,6 +62,7 @@ class LocalPending:
         self.deadline = deadline
         self.outcome: Answer | QueueError | None = None
         self.waiter: asyncio.Future[None] | None = None
+        self.sent = False
         self.withdrawn = False
 
     def result(self) -> Answer:
@@ -85,12 +92,16 @@ class LocalSession:
         self._pins = pins
         self._arenas = arenas
         self._ids = count(1)
+        self._releases = count(1)
+        self._confirmed: list[int] = []
+        self._connected = False
         self._inbox = bytearray()
         self._descriptors: deque[int] = deque()
 
     def hello(self) -> bytes:
         """What a new connection begins with."""
         self.broken()
+        self._connected = True
         hello = Hello(PROTOCOL, self._token, self._client, self._pins.held(), list(self.outstanding))
         return _framed(encoder.encode(Request(0, self._done_below(), 0.0, hello)))
 
@@ -110,9 +121,10 @@ class LocalSession:
     def released(self) -> bytes:
         """What tells the controller of views that are gone; empty if none is."""
         blocks = self._pins.taken()
-        return (
-            _framed(encoder.encode(Request(0, self._done_below(), 0.0, Release(blocks)))) if blocks else b""
-        )
+        if not blocks:
+            return b""
+        release = Release(next(self._releases), blocks)
+        return _framed(encoder.encode(Request(0, self._done_below(), 0.0, release)))
 
     def withdraw(self, pending: LocalPending) -> RequestBody | None:
         """What to send so that an unwanted request has no effect."""
@@ -142,8 +154,23 @@ class LocalSession:
         return next(iter(self.outstanding), 0)
 
     def _frame(self, pending: LocalPending) -> bytes:
+        pending.sent = self._connected
         timeout = max(0.0, pending.deadline - time.monotonic())
-        return _framed(encoder.encode((pending.id, self._done_below(), timeout, pending.data)))
+        below = self._done_below()
+        if not self._confirmed:
+            return _framed(encoder.encode((pending.id, below, timeout, pending.data)))
+        confirmed, self._confirmed = self._confirmed, []
+        done = [number for number in confirmed if number > below]
+        return _framed(encoder.encode((pending.id, below, timeout, pending.data, done)))
+
+    def _answered(self, number: int) -> LocalPending | None:
+        """Takes a request whose answer is here. One that is younger than others under way is told to the
+        controller, which need not remember its answer any more.
+        """
+        pending = self.outstanding.pop(number, None)
+        if pending is not None and self.outstanding and next(iter(self.outstanding)) < number:
+            self._confirmed.append(number)
+        return pending
 
     def received(self, data: bytes, descriptors: list[int]) -> list[LocalPending]:
         """Takes in what arrived; returns the requests it ended."""
@@ -168,6 +195,12 @@ class LocalSession:
             reply = decode_reply(message)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             return self.fail(Malformed(f"{self.address} sent what is no reply ({error})"))
+        if len(reply.arenas) > len(self._descriptors):
+            return self.fail(
+                QueueError(
+                    "this process may open no more files, which shared memory needs; raise `ulimit -n`"
+                )
+            )
         for here in reply.arenas:
             self._arenas.add(here.arena, here.nbytes, self._descriptors.popleft())
         body = reply.body
@@ -182,16 +215,13 @@ class LocalSession:
             if self.ordered is not None:
                 self.ordered(body)
             return []
-        pending = self.outstanding.pop(reply.id, None)
-        blocks = [handle.block for handle in handles_of(body)]
-        if blocks and not (pending is not None and pending.withdrawn):
-            self._pins.received(blocks)
-            if pending is None:  # nobody waits for it any more
-                self._pins.let_go(*blocks)
+        pending = self._answered(reply.id)
         if pending is None:
             return []
+        if not pending.withdrawn:
+            self._pins.received([handle.block for handle in handles_of(body)])
         if isinstance(pending.body, Cancel):
-            self.outstanding.pop(pending.body.request, None)
+            self._answered(pending.body.request)
         if pending.outcome is not None:
             return []  # it was given up
         if isinstance(body, Failure):
@@ -209,10 +239,17 @@ class LocalSession:
         for pending in ended:
             if pending.outcome is None:
                 pending.outcome = error.again()
+            if pending.sent and not final and not isinstance(pending.body, Cancel):
+                # The controller may have done it: if it is ever reached again it hears to undo that.
+                pending.withdrawn = True
+                self.outstanding[pending.id] = pending
+        for number in list(self.outstanding):
+            self.request(Cancel(number), 30)
         return ended
 
     def broken(self) -> None:
         """The connection has ended: what arrived of an unfinished message is void."""
+        self._connected = False
         self._inbox.clear()
         while self._descriptors:
             os.close(self._descriptors.popleft())

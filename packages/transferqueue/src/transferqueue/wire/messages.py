@@ -106,7 +106,9 @@ class Welcome(_Body, frozen=True):
 
 
 class Goodbye(_Body, frozen=True):
-    """The client leaves: what it has leased, pinned or been granted returns now."""
+    """The client leaves: what it has leased returns now, as does what it has pinned or been granted; on the
+    same host, where it may still look at that, when its connection ends.
+    """
 
 
 class Cancel(_Body, frozen=True):
@@ -116,8 +118,11 @@ class Cancel(_Body, frozen=True):
 
 
 class Release(_Body, frozen=True):
-    """The client has let go of the last view of these blocks. Not answered."""
+    """The client has let go of the last view of these blocks. Not answered, so it bears a number that grows:
+    one that comes twice, or behind a later one, is left out.
+    """
 
+    number: int
     blocks: list[int]
 
 
@@ -495,12 +500,14 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
             or answered by id 0.
         done_below: the client has the answers of all requests with smaller ids.
         timeout: seconds until the client stops waiting.
+        done: ids from `done_below` on that the client has the answers of, told once.
     """
 
     id: int
     done_below: int
     timeout: float
     body: RequestBody
+    done: list[int] = []
 
 
 class ArenaHere(msgspec.Struct, frozen=True, array_like=True):

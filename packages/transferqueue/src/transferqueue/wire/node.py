@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import msgspec
 
 from ..errors import Malformed, ProtocolMismatch, QueueError, Timeout, TooLarge, Unauthorized
+from ..ids import IdSet
 from .listeners import Connection, LocalListener, Poll, ZmqListener
 from .messages import (
     CHUNK,
@@ -47,6 +48,7 @@ log = logging.getLogger("transferqueue")
 
 _REPEATABLE = (Read, ReadStats, ReadLedger, IsClosed, ListCandidates)  # answered afresh: they change nothing
 _MAX_SESSIONS = 10_000
+_MAX_DESCRIPTORS = 250  # beside one message; the system takes 253
 
 Arena = tuple[ArenaHere, int]
 """An arena to tell a local client of, and its descriptor."""
@@ -71,8 +73,12 @@ class Service(Protocol):
         """A client is connected (again) and says what it still looks at."""
         ...
 
+    def leave(self, session: "Session") -> None:
+        """A client of this host said goodbye: it wants nothing more, but may still look at what it has."""
+        ...
+
     def forget(self, session: "Session") -> None:
-        """A client said goodbye, or its process is gone."""
+        """A client of another host said goodbye, or a process is gone."""
         ...
 
     def settle(self, now: float) -> float | None:
@@ -109,26 +115,46 @@ class Session:
 
     Attributes:
         low: requests below this are finished on the client's side; repeats of them are late duplicates.
+        done: requests from there on that are.
         answers: of requests that the client may still repeat.
         waiting: calls not answered yet.
         connection: the latest; None if it has ended.
         arenas: numbers of the arenas whose descriptors the client has.
+        released: number of its last release.
+        left: it has said goodbye, and only keeps what it looks at.
     """
 
-    __slots__ = ("answers", "arenas", "connection", "low", "number", "waiting")
+    __slots__ = (
+        "answers", "arenas", "connection", "done", "left", "low", "number", "released", "waiting",
+    )  # fmt: skip
 
     def __init__(self, number: int) -> None:
         self.number = number
         self.low = 0
+        self.done = IdSet()
         self.answers: dict[int, Answered] = {}
         self.waiting: dict[int, Call] = {}
         self.connection: Connection | None = None
         self.arenas: set[int] = set()
+        self.released = 0
+        self.left = False
 
-    def prune(self, low: int) -> None:
-        self.low = max(self.low, low)
-        while self.answers and (first := next(iter(self.answers))) < self.low:
-            del self.answers[first]
+    @property
+    def here(self) -> bool:
+        """Whether the client is connected from this host."""
+        return self.connection is not None and self.connection.local
+
+    def prune(self, low: int, done: Sequence[int] = ()) -> None:
+        """Forgets the answers that the client has."""
+        if low > self.low:
+            self.low = low
+            while self.answers and (first := next(iter(self.answers))) < low:
+                del self.answers[first]
+            if self.done:
+                self.done = IdSet((max(a, low), b) for a, b in self.done.intervals if b > low)
+        for number in done:
+            if self.answers.pop(number, None) is not None and number >= self.low:
+                self.done.add(number)
 
 
 class Call:
@@ -136,7 +162,8 @@ class Call:
 
     Attributes:
         deadline: when the client stops waiting, in monotonic seconds.
-        undo: set by a service whose answer can be taken back if the client gives up before it arrives.
+        undo: set by a service whose answer can be taken back if the client gives up before it arrives; while
+            the call waits, what has to be undone if the client gives it up.
         stays: the answer holds also where it cannot be delivered; the client will ask for it again.
         pins: blocks that the answer names; set by the service.
         arenas: arenas that a local client needs for the answer; set by the service.
@@ -255,15 +282,17 @@ class Node:
 
     @property
     def sessions(self) -> int:
-        return len(self._sessions)
+        """How many clients there are, units included."""
+        return sum(not session.left for session in self._sessions.values())
 
     # -- what listeners hear ---------------------------------------------------------------------------------
 
     def received(self, connection: Connection, header: Any, payload: Any) -> None:
         try:
             request = decode_request(header)
-        except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-            self.malformed(connection, f"a header of {len(header)} bytes is no request ({error})")
+        except (msgspec.DecodeError, RecursionError, UnicodeDecodeError, MemoryError) as error:
+            # MemoryError: it announces more elements than there could ever be.
+            self.malformed(connection, f"a header of {len(header)} bytes is no request ({error!r})")
             return
         if not 0 <= request.timeout < 1e9:
             self.malformed(connection, f"a request with a timeout of {request.timeout} s")
@@ -278,10 +307,12 @@ class Node:
                 encoder.encode(Reply(request.id, Failure("HelloRequired", "say hello first", {})))
             )
             return
-        session.prune(request.done_below)
+        session.prune(request.done_below, request.done)
         if isinstance(body, Release):
-            self._service.release(session, body.blocks)
-        elif request.id < session.low:
+            if body.number > session.released:
+                session.released = body.number
+                self._service.release(session, body.blocks)
+        elif request.id < session.low or request.id in session.done:
             return
         elif isinstance(body, Write) and (body.at or request.id in session.waiting):
             self._more(session, request.id, body, payload)
@@ -307,10 +338,15 @@ class Node:
 
     def lost(self, session: Session) -> None:
         """A client of another host cannot be reached any more."""
-        if session.connection is not None:
-            self._by_connection.pop(session.connection, None)
-            if self._remote is not None:
-                self._remote.forget(session.connection)
+        if session.connection is not None and self._remote is not None:
+            self._remote.forget(session.connection)
+        self._part(session)
+
+    def _part(self, session: Session) -> None:
+        """Forgets a client; if it lives it is asked to say hello again."""
+        connection, session.connection = session.connection, None
+        if connection is not None:
+            self._by_connection.pop(connection, None)
         self._forget(session)
 
     # -- requests --------------------------------------------------------------------------------------------
@@ -322,7 +358,7 @@ class Node:
             match call.body:
                 case Goodbye():
                     call.reply(Done())
-                    self._outbox.append(lambda: self._forget(session))
+                    self._outbox.append(lambda: self._leave(session))
                 case Cancel(target):
                     self._cancel(session, target)
                     call.reply(Done())
@@ -339,6 +375,16 @@ class Node:
             except QueueError as error:
                 call.fail(error)
 
+    def _leave(self, session: Session) -> None:
+        """A client of this host may look at what it was given for as long as it keeps the connection."""
+        if not session.here:
+            self._forget(session)
+        elif not session.left:
+            session.left = True
+            for call in list(session.waiting.values()):
+                self._cancel(session, call.id)
+            self._service.leave(session)
+
     def _forget(self, session: Session) -> None:
         if self._sessions.get(session.number) is session:
             del self._sessions[session.number]
@@ -350,7 +396,11 @@ class Node:
     @staticmethod
     def _cancel(session: Session, target: int) -> None:
         if target in session.waiting:
-            session.waiting[target].fail(Timeout("given up by the client"))
+            call = session.waiting[target]
+            undo = call.undo
+            call.fail(Timeout("given up by the client"))
+            if undo is not None:
+                undo()
         elif target in session.answers:
             answered = session.answers[target]
             undo, answered.undo = answered.undo, None
@@ -371,7 +421,13 @@ class Node:
         if error is not None:
             self._complain(connection, error)
             return
+        before = self._by_connection.get(connection)
+        if before is not None and before.number != hello.client:
+            self._part(before)  # this connection speaks for another client now
         session = self._sessions.get(hello.client) or Session(hello.client)
+        if session.connection is connection:
+            self._welcome(connection)  # it came twice, and may be old
+            return
         self._sessions[hello.client] = session
         self._sessions.move_to_end(hello.client)
         if session.connection is not None and session.connection is not connection:
@@ -384,14 +440,17 @@ class Node:
         # Answers that the client has are forgotten, so that what is left names exactly the blocks it will
         # still hear of.
         unanswered = set(hello.outstanding)
-        for number in [number for number in session.answers if number not in unanswered]:
-            del session.answers[number]
-        session.prune(done_below)
+        session.prune(done_below, [number for number in session.answers if number not in unanswered])
         unheard = [block for answered in session.answers.values() for block in answered.pins]
         self._service.resume(session, [*hello.pins, *unheard])
         if len(self._sessions) > _MAX_SESSIONS:
-            _, oldest = self._sessions.popitem(last=False)
-            self._service.forget(oldest)
+            # One of this host holds memory that it looks at.
+            oldest = next((one for one in self._sessions.values() if not one.here), None)
+            if oldest is not None:
+                self._part(oldest)
+        self._welcome(connection)
+
+    def _welcome(self, connection: Connection) -> None:
         local = "" if self._local is None else self._local.name
         welcome = Welcome(PROTOCOL, self._incarnation, self.units, self._max_frame_bytes, local)
         connection.send(encoder.encode(Reply(0, welcome)))
@@ -449,6 +508,10 @@ class Node:
             return connection.send(answered.encoded, payload)
         new = [arena for arena in answered.arenas if arena[0].arena not in session.arenas]
         session.arenas.update(here.arena for here, _ in new)
+        while len(new) > _MAX_DESCRIPTORS:
+            some, new = new[:_MAX_DESCRIPTORS], new[_MAX_DESCRIPTORS:]
+            beside = encoder.encode(Reply(0, Done(), [here for here, _ in some]))
+            connection.send(beside, None, [descriptor for _, descriptor in some])
         encoded = encoder.encode(Reply(answered.id, answered.body, [here for here, _ in new]))
         return connection.send(encoded, payload, [descriptor for _, descriptor in new])
 

@@ -16,12 +16,18 @@ from .messages import RequestBody
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """One request to make: to whom, what, and until when (monotonic seconds)."""
+    """One request to make: to whom, what, and until when (monotonic seconds).
+
+    Attributes:
+        quiet: seconds without a word from the peer after which it counts as lost, for what another can do as
+            well; None waits until the deadline.
+    """
 
     peer: Any
     body: RequestBody
     deadline: float
     payload: Any = None
+    quiet: float | None = None
 
 
 class Together(list[Exchange]):
@@ -45,12 +51,13 @@ def run[T](channel: BlockingChannel, steps: Steps[T]) -> T:
         pending: list[Any] = []
         try:
             _submit(channel, exchanges, pending)
+            if isinstance(exchanges, Together):
+                channel.settle(pending)
             answers, failure = [], None
-            for at, one in enumerate(pending):
+            for one in pending:
                 try:
                     answers.append(channel.result(one))
                 except QueueError as error:
-                    _failed(channel, exchanges, pending[at + 1 :])
                     answers.append(_outcome(exchanges, error))
         except QueueError as error:
             failure = error
@@ -72,12 +79,13 @@ async def run_async[T](channel: AwaitedChannel, steps: Steps[T]) -> T:
         pending: list[Any] = []
         try:
             _submit(channel, exchanges, pending)
+            if isinstance(exchanges, Together):
+                await channel.settle_async(pending)
             answers, failure = [], None
-            for at, one in enumerate(pending):
+            for one in pending:
                 try:
                     answers.append(await channel.answer(one))
                 except QueueError as error:
-                    _failed(channel, exchanges, pending[at + 1 :])
                     answers.append(_outcome(exchanges, error))
         except QueueError as error:
             failure = error
@@ -91,12 +99,11 @@ def _submit(channel: Channel, exchanges: Sequence[Exchange], pending: list[Any])
     now = time.monotonic()
     for one in exchanges:
         timeout = max(0.0, one.deadline - now)
-        pending.append(channel.submit(one.peer, one.body, one.payload, timeout=timeout))
-
-
-def _failed(channel: Channel, exchanges: Sequence[Exchange], rest: list[Any]) -> None:
-    if isinstance(exchanges, Together):
-        _give_up(channel, rest)
+        pending.append(
+            channel.submit(one.peer, one.body, one.payload, timeout=timeout)
+            if one.quiet is None
+            else channel.submit(one.peer, one.body, one.payload, timeout=timeout, quiet=one.quiet)
+        )
 
 
 def _outcome(exchanges: Sequence[Exchange], error: QueueError) -> QueueError:
