@@ -5,13 +5,15 @@
 
 What it is given for its best: batches as tensordicts that are built beforehand (jagged nested tensors, dense
 images); reads by the metadata that the put returned; its controller in polling mode, where a read of what is
-not there returns at once (else it sleeps for 5 s), and a consumer that asks again after a millisecond;
-nothing logged. What was read is cleared outside the clock.
+not there returns at once (else it sleeps for 5 s), and a consumer that asks again after a millisecond (its
+`StreamingDataset`, which is measured too, does so after a second); nothing logged. What was read is cleared
+outside the clock.
 """
 
 import logging
 import os
 import time
+from collections.abc import Iterator
 from typing import Any
 
 os.environ |= {"TQ_NUM_THREADS": str(len(os.sched_getaffinity(0))), "TQ_LOGGING_LEVEL": "ERROR"}
@@ -75,20 +77,18 @@ class Side:
             self.client.put(data, partition_id=partition)
         return {"seconds": time.monotonic() - at}
 
-    def consume(self, partition: str, samples: int, batch: int, images: bool, at: float) -> dict[str, float]:
-        """Take `samples`, `batch` at once; raises unless each came exactly once."""
+    def consume(
+        self, partition: str, samples: int, batch: int, images: bool, at: float, dataset: bool
+    ) -> dict[str, float]:
+        """Take `samples`, `batch` at once, by the client's calls or by the streaming dataset; raises unless
+        each came exactly once.
+        """
         fields = [*TEXT, *(["pixel_values"] if images else [])]
+        flow = (_dataset if dataset else self._calls)(partition, batch, fields)
         numbers: list[int] = []
         _wait_until(at)
         while len(numbers) < samples:
-            meta = self.client.get_meta(
-                data_fields=fields, batch_size=batch, partition_id=partition, mode="fetch", task_name="train"
-            )
-            if not meta.size:
-                time.sleep(AGAIN_SECONDS)
-                continue
-            data = self.client.get_data(meta)
-            numbers += [int(tokens[0]) for tokens in data["tokens"].unbind()]
+            numbers += [int(tokens[0]) for tokens in next(flow)["tokens"].unbind()]
         seconds = time.monotonic() - at
         if sorted(numbers) != list(range(samples)):
             raise RuntimeError(f"{len(set(numbers))} of {samples} samples came")
@@ -113,6 +113,16 @@ class Side:
             puts.append(put - begun)
             self.client.clear_samples(meta)
         return {"put": puts, "get": gets}
+
+    def _calls(self, partition: str, batch: int, fields: list[str]) -> Iterator[Any]:
+        while True:
+            meta = self.client.get_meta(
+                data_fields=fields, batch_size=batch, partition_id=partition, mode="fetch", task_name="train"
+            )
+            if meta.size:
+                yield self.client.get_data(meta)
+            else:
+                time.sleep(AGAIN_SECONDS)
 
     def _pool(self, batch: int, images: bool) -> list[Any]:
         if (batch, images) not in self._pools:
@@ -145,6 +155,20 @@ class Bulk:
         del read, images
         self._client.clear_samples(meta)
         return {"put": put - begun, "get": got - put}
+
+
+def _dataset(partition: str, batch: int, fields: list[str]) -> Iterator[Any]:
+    controller = ray.get_actor("TransferQueueController", namespace="transfer_queue")
+    dataset = transfer_queue.StreamingDataset(
+        config=ray.get(controller.get_config.remote()),
+        batch_size=batch,
+        micro_batch_size=batch,
+        data_fields=fields,
+        partition_id=partition,
+        task_name="train",
+        dp_rank=0,
+    )
+    return (data for data, _ in dataset)
 
 
 def _part(whole: Rows, first: int, count: int) -> Rows:
