@@ -6,8 +6,8 @@ from typing import Any
 
 from ..errors import Full
 from ..wire.messages import Range
-from .memory import Block, Grant, Memory
-from .shelves import Shelf, Shelves
+from .blocks import Block, Grant
+from .memory import Memory
 from .units import Units
 
 _WORTH_IT = 1 << 18  # bytes; smaller blocks die as a whole soon enough
@@ -16,13 +16,12 @@ _WORTH_IT = 1 << 18  # bytes; smaller blocks die as a whole soon enough
 class Compaction:
     """Has storage units copy, and moves the samples when they have."""
 
-    def __init__(self, shelves: Shelves, memory: Memory, units: Units) -> None:
-        self._shelves = shelves
+    def __init__(self, memory: Memory, units: Units) -> None:
         self._memory = memory
         self._units = units
         self._moving: set[int] = set()
 
-    def consider(self, block: Block, shelf: Shelf) -> None:
+    def consider(self, block: Block) -> None:
         """Compacts the block if half of its rows are gone since it was made."""
         if (
             block.nbytes < _WORTH_IT
@@ -42,27 +41,17 @@ class Compaction:
             block.range,
             rows,
             grant.range,
-            lambda error, values: self._compacted(block, shelf, rows, grant, error, values),
+            lambda error, values: self._compacted(block, rows, grant, error, values),
         ):
-            self._compacted(block, shelf, rows, grant, "no storage unit", {})
+            self._compacted(block, rows, grant, "no storage unit", {})
 
     def _compacted(
-        self, block: Block, shelf: Shelf, rows: list[int], grant: Grant, error: str, values: dict[str, Any]
+        self, block: Block, rows: list[int], grant: Grant, error: str, values: dict[str, Any]
     ) -> None:
         self._moving.discard(block.number)
-        partition = shelf.partition
-        moved = [block.samples[row] for row in rows]
-        if not error and any(sample is not None for sample in moved):
+        if not error and any(block.samples[row] is not None for row in rows):
             where = Range(grant.number, grant.arena, grant.start, grant.start + int(values["nbytes"]))
             grant.named.append((where.start, where.stop))
-            smaller = self._memory.block(where, block.fields, [-1] * len(rows))
-            for at, (row, number) in enumerate(zip(rows, moved, strict=True)):
-                if number is None:
-                    self._memory.row_gone(smaller, at)
-                    continue
-                smaller.samples[at] = number
-                places = partition.samples[number].places
-                places[places.index((block, row))] = (smaller, at)
-                self._memory.row_gone(block, row)
+            self._memory.move(block, rows, where)
         self._memory.end(grant)
         self._memory.let_go(block)

@@ -22,7 +22,8 @@ from ..wire.messages import (
     Places,
 )
 from ..wire.node import Call
-from .memory import Block, Memory
+from .blocks import Block
+from .memory import Memory
 from .shelves import Shelf, Shelves
 from .timers import Timers
 

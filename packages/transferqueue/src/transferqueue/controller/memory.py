@@ -8,98 +8,29 @@ from bisect import bisect
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from ..errors import Full, InvalidArgument
-from ..wire.messages import ArenaHere, Handle, Range
+from ..scheduling.samples import Sample
+from ..wire.messages import ArenaHere, Range
 from ..wire.node import Arena as ArenaAndDescriptor
-from .free_ranges import FreeRanges
+from . import events
+from .backing import Backing
+from .blocks import Block, Grant
+from .free_ranges import FreeRanges, Holes
 
 SLAB_BYTES = 1 << 20
-ARENA_BYTES = 1 << 28
 _ALIGNMENT = 64
 _PAGE = 4096
 
 
-class Block:
-    """What one put or update wrote.
-
-    Attributes:
-        number: names it between controller and clients.
-        fields: bit set of the fields it holds.
-        samples: by row, the id of the sample; None when that is gone.
-        living: rows whose sample is still there.
-        pins: replies naming it whose views are still alive.
-    """
-
-    __slots__ = ("arena", "fields", "grant", "living", "number", "pins", "samples", "start", "stop")
-
-    def __init__(self, number: int, where: Range, fields: int, samples: Sequence[int]) -> None:
-        self.number = number
-        self.grant = where.grant
-        self.arena = where.arena
-        self.start = where.start
-        self.stop = where.stop
-        self.fields = fields
-        self.samples: list[int | None] = list(samples)
-        self.living = len(samples)
-        self.pins = 0
-
-    @property
-    def handle(self) -> Handle:
-        return Handle(self.number, self.grant, self.arena, self.start, self.stop)
-
-    @property
-    def range(self) -> Range:
-        return Range(self.grant, self.arena, self.start, self.stop)
-
-    @property
-    def nbytes(self) -> int:
-        return self.stop - self.start
-
-
-@dataclass(slots=True)
-class Grant:
-    """Memory that a client writes to.
-
-    Attributes:
-        owner: the session; None for the controller's own.
-        unit: the storage unit it is written through; None: in place.
-        slab: it is for many small puts, and goes on after each.
-        named: ranges that were committed, sorted; they are not the client's any more.
-        written: ranges that the unit reported; only of grants that have a unit.
-        abandoned: named ranges that no block came of; free when the grant ends.
-    """
-
-    number: int
-    owner: int | None
-    arena: int
-    start: int
-    stop: int
-    unit: int | None
-    slab: bool = False
-    named: list[tuple[int, int]] = field(default_factory=list)
-    written: set[tuple[int, int]] = field(default_factory=set)
-    abandoned: list[tuple[int, int]] = field(default_factory=list)
-
-    @property
-    def range(self) -> Range:
-        return Range(self.number, self.arena, self.start, self.stop)
-
-
 @dataclass(slots=True)
 class _Arena:
+    """A segment. `holes` are parts of `free`."""
+
     nbytes: int
     descriptor: int
-    free: FreeRanges
-
-
-class Backing(Protocol):
-    """Makes arenas."""
-
-    def make(self, arena: int, nbytes: int) -> int:
-        """A descriptor of `nbytes` of memory that processes can share. OSError if there is no room."""
-        ...
+    free: FreeRanges = field(default_factory=FreeRanges)
+    holes: Holes = field(default_factory=Holes)
 
 
 class Memory:
@@ -108,6 +39,12 @@ class Memory:
     Args:
         backing: where arenas come from.
         made: told of every new arena.
+
+    Attributes:
+        recorder: told of every change, if set.
+        used: bytes of blocks.
+        least_idle: the least bytes that were free, but have pages, since this was set.
+        most_taken: the most bytes that were not free since this was set.
     """
 
     def __init__(self, backing: Backing, made: Callable[[int], None]) -> None:
@@ -116,11 +53,16 @@ class Memory:
         self._arenas: dict[int, _Arena] = {}
         self.grants: dict[int, Grant] = {}
         self.blocks: dict[int, Block] = {}
-        self._pins: dict[int, Counter[int]] = {}
+        self.pins: dict[int, Counter[int]] = {}
+        self.recorder: Callable[[events.StoreEvent], None] | None = None
         # Drawn, so that what an earlier store left in a file can never be taken for ours.
-        self._next_grant = secrets.randbits(40) << 20
-        self._next_block = 1
+        self.next_grant = secrets.randbits(40) << 20
+        self.next_block = 1
         self.used = 0
+        self.capacity = 0
+        self.least_idle = 0
+        self.most_taken = 0
+        self._settled = True
 
     # -- arenas ----------------------------------------------------------------------------------------------
 
@@ -134,12 +76,13 @@ class Memory:
         return list(self._arenas)
 
     @property
-    def capacity(self) -> int:
-        return sum(arena.nbytes for arena in self._arenas.values())
-
-    @property
     def free(self) -> int:
         return sum(arena.free.nbytes for arena in self._arenas.values())
+
+    @property
+    def idle(self) -> int:
+        """Bytes that are free, but have pages."""
+        return sum(arena.free.nbytes - arena.holes.nbytes for arena in self._arenas.values())
 
     @property
     def pinned_only(self) -> int:
@@ -152,30 +95,68 @@ class Memory:
             if start is not None:
                 return number, start
         number = len(self._arenas)
-        nbytes = max(ARENA_BYTES, -(-span // ARENA_BYTES) * ARENA_BYTES)
+        ordinary = self._backing.arena_bytes
+        nbytes = max(ordinary, -(-span // ordinary) * ordinary)
         try:
             descriptor = self._backing.make(number, nbytes)
         except OSError as error:
-            raise Full(
-                f"no memory for {span} bytes more: {error}; consume faster or lower max_bytes"
-            ) from error
-        arena = self._arenas[number] = _Arena(nbytes, descriptor, FreeRanges())
+            raise _no_room(span, error) from error
+        self.add_arena(number, nbytes, descriptor)
+        arena = self._arenas[number]
         arena.free.add(0, nbytes)
+        if not self._backing.is_filled(number):
+            arena.holes.add(0, nbytes)
+        if self.recorder is not None:
+            self.recorder(events.ArenaMade(number, nbytes))
         self._made(number)
         start = arena.free.take(span)
         assert start is not None
         return number, start
 
+    def add_arena(self, number: int, nbytes: int, descriptor: int) -> None:
+        """Takes over an arena that is there, with nothing of it free."""
+        self._arenas[number] = _Arena(nbytes, descriptor)
+        self.capacity += nbytes
+
+    def _fill(self, number: int, start: int, stop: int) -> None:
+        """Gives pages to what was taken. Full if there is no room for them; it is free again then."""
+        arena = self._arenas[number]
+        holes = arena.holes.fill(start, stop)
+        if not holes:
+            return
+        try:
+            for begin, end in holes:
+                self._backing.fill(arena.descriptor, number, begin, end)
+        except OSError as error:
+            for begin, end in holes:
+                arena.holes.add(begin, end)
+            arena.free.add(start, stop)
+            raise _no_room(stop - start, error) from error
+
+    def _give(self, number: int, start: int, stop: int) -> None:
+        """Makes a range free."""
+        if self._settled:
+            self._arenas[number].free.add(start, stop)
+
     # -- grants ----------------------------------------------------------------------------------------------
 
-    def take(self, span: int, owner: int | None, unit: int | None) -> Grant:
+    def take(self, span: int, owner: int | None, unit: int | None, *, slab: bool = False) -> Grant:
         """Grants `span` bytes (rounded up). Raises Full if the system has no memory left."""
         unit_of_size = _PAGE if span >= 16 * _PAGE else _ALIGNMENT
         span = -(-span // unit_of_size) * unit_of_size
         arena, start = self._find(span)
-        grant = Grant(self._next_grant, owner, arena, start, start + span, unit)
-        self._next_grant += 1
+        self._fill(arena, start, start + span)
+        self.least_idle = min(self.least_idle, self.idle)
+        self.most_taken = max(self.most_taken, self.capacity - self.free)
+        return self.grant(Range(self.next_grant, arena, start, start + span), owner, unit, slab)
+
+    def grant(self, where: Range, owner: int | None, unit: int | None, slab: bool) -> Grant:
+        """Grants a range that has been taken."""
+        grant = Grant(where.grant, owner, where.arena, where.start, where.stop, unit, slab)
+        self.next_grant = max(self.next_grant, where.grant + 1)
         self.grants[grant.number] = grant
+        if self.recorder is not None:
+            self.recorder(events.GrantMade(where, owner, unit, slab))
         return grant
 
     def name(self, where: Range, owner: int) -> Grant:
@@ -204,47 +185,57 @@ class Memory:
         if grant is not None and grant.unit is not None:
             grant.abandoned.append((where.start, where.stop))  # its bytes may still be on their way
         else:
-            self._arenas[where.arena].free.add(where.start, where.stop)
+            self._give(where.arena, where.start, where.stop)
+        if grant is not None and self.recorder is not None:
+            self.recorder(events.RangeDiscarded(where))
 
     def end(self, grant: Grant) -> None:
         """Frees what was not named."""
         if self.grants.pop(grant.number, None) is None:
             return
-        free = self._arenas[grant.arena].free
-        at = grant.start
-        for start, stop in grant.named:
-            free.add(at, start)
-            at = stop
-        free.add(at, grant.stop)
-        for start, stop in grant.abandoned:
-            free.add(start, stop)
+        for start, stop in (*grant.unnamed, *grant.abandoned):
+            self._give(grant.arena, start, stop)
+        if self.recorder is not None:
+            self.recorder(events.GrantEnded(grant.number))
 
-    def grants_of(self, owner: int) -> list[Grant]:
+    def grants_of(self, owner: int | None) -> list[Grant]:
         return [grant for grant in self.grants.values() if grant.owner == owner]
 
-    def unwritten(self, unit: int) -> list[Range]:
-        """The part of each grant through a unit that may still be written: not what has become of earlier
-        writes.
-        """
-        parts: list[Range] = []
-        for grant in self.grants.values():
-            if grant.unit != unit:
-                continue
-            start = grant.start
-            for begin, end in grant.named:
-                if begin != start or (begin, end) not in grant.written:
-                    break
-                start = end
-            if start < grant.stop:
-                parts.append(Range(grant.number, grant.arena, start, grant.stop))
-        return parts
+    def writable(self, unit: int) -> list[Range]:
+        """What may still be written through a unit."""
+        parts = [grant.writable for grant in self.grants.values() if grant.unit == unit]
+        return [part for part in parts if part is not None]
 
     # -- blocks ----------------------------------------------------------------------------------------------
 
-    def block(self, where: Range, fields: int, samples: Sequence[int]) -> Block:
-        """Makes a named range a block."""
-        block = Block(self._next_block, where, fields, samples)
-        self._next_block += 1
+    def block(self, where: Range, fields: int, samples: Sequence[Sample]) -> Block:
+        """Makes a named range a block, where these samples lie from now on."""
+        block = self._add(Block(self.next_block, where, fields, samples))
+        for row, sample in enumerate(samples):
+            sample.places.append((block, row))
+        if self.recorder is not None:
+            ids = events.ids_in_runs([sample.id for sample in samples])
+            self.recorder(events.BlockMade(block.number, where, fields, ids))
+        return block
+
+    def move(self, block: Block, rows: Sequence[int], where: Range) -> None:
+        """Lets samples lie where rows of a block were copied to. Those that are gone meanwhile stay gone."""
+        samples = [block.samples[row] for row in rows]
+        smaller = self._add(Block(self.next_block, where, block.fields, samples))
+        if self.recorder is not None:
+            self.recorder(events.BlockMoved(block.number, list(rows), smaller.number, where))
+        for at, (row, sample) in enumerate(zip(rows, samples, strict=True)):
+            if sample is not None:
+                sample.places[sample.places.index((block, row))] = (smaller, at)
+                self.row_gone(block, row)
+
+    def add_block(self, number: int, where: Range, fields: int, rows: int) -> Block:
+        """A block of samples that will be put into it one by one."""
+        block = Block(number, where, fields, [None] * rows)
+        return self._add(block)
+
+    def _add(self, block: Block) -> Block:
+        self.next_block = max(self.next_block, block.number + 1)
         self.blocks[block.number] = block
         self.used += block.nbytes
         return block
@@ -265,54 +256,119 @@ class Memory:
     def _free(self, block: Block) -> None:
         del self.blocks[block.number]
         self.used -= block.nbytes
-        self._arenas[block.arena].free.add(block.start, block.stop)
+        self._give(block.arena, block.start, block.stop)
 
     # -- pins ------------------------------------------------------------------------------------------------
 
     def pin(self, session: int, blocks: Iterable[Block]) -> list[int]:
         """Keeps blocks in place for a client; returns their numbers."""
-        pins = self._pins.setdefault(session, Counter())
+        pins = self.pins.setdefault(session, Counter())
         numbers: list[int] = []
         for block in blocks:
             block.pins += 1
             pins[block.number] += 1
             numbers.append(block.number)
+        if numbers and self.recorder is not None:
+            self.recorder(events.Pinned(session, numbers))
         return numbers
 
     def unpin(self, session: int, numbers: Iterable[int]) -> None:
         """The client looks at these no more. Numbers it does not hold are ignored."""
-        pins = self._pins.get(session)
+        pins = self.pins.get(session)
         if pins is None:
             return
+        gone: list[int] = []
         for number in numbers:
             if pins[number] > 1:
                 pins[number] -= 1
             elif pins.pop(number, 0) == 0:
                 continue
+            gone.append(number)
             self.let_go(self.blocks[number])
+        if gone and self.recorder is not None:
+            self.recorder(events.Unpinned(session, gone))
 
     def set_pins(self, session: int, numbers: Iterable[int]) -> None:
         """Replaces what is known of a client's pins by what it says itself."""
         told = Counter(number for number in numbers if number in self.blocks)
-        pins = self._pins.setdefault(session, Counter())
+        stale = self.pins.get(session, Counter())
+        if told == stale:
+            self.pins[session] = told
+            return
         for number, count in told.items():
             self.blocks[number].pins += count
-        stale, self._pins[session] = pins, told
+        self.pins[session] = told
         for number, count in stale.items():
             block = self.blocks[number]
             block.pins -= count
             if not block.pins and not block.living:
                 self._free(block)
+        if self.recorder is not None:
+            self.recorder(events.PinsTold(session, list(told.elements())))
 
     def unpin_all(self, session: int) -> None:
         self.set_pins(session, ())
-        self._pins.pop(session, None)
+        self.pins.pop(session, None)
 
     def holders(self) -> list[int]:
         """Sessions that pin or were granted something."""
-        return list({*self._pins, *(g.owner for g in self.grants.values() if g.owner is not None)})
+        return list({*self.pins, *(g.owner for g in self.grants.values() if g.owner is not None)})
+
+    # -- pages -----------------------------------------------------------------------------------------------
+
+    def surplus(self, nbytes: int, piece: int) -> list[Grant]:
+        """Takes free ranges with pages, `nbytes` in all and at most `piece` each, so that their pages can be
+        given back; see `hollow`. What was made last comes first.
+        """
+        grants: list[Grant] = []
+        nbytes -= nbytes % _PAGE
+        for number, arena in reversed(self._arenas.items()):
+            for whole in list(arena.free):
+                at, end = -(-whole[0] // _PAGE) * _PAGE, whole[1] // _PAGE * _PAGE
+                for hole in (*arena.holes.within(*whole), (end, end)):
+                    while at < (stop := min(at + piece, hole[0] // _PAGE * _PAGE, at + nbytes)):
+                        arena.free.cut(at, stop, whole)
+                        grants.append(self.grant(Range(self.next_grant, number, at, stop), None, None, False))
+                        nbytes -= stop - at
+                        whole = (stop, whole[1])
+                        at = stop
+                    at = max(at, -(-hole[1] // _PAGE) * _PAGE)
+                if not nbytes:
+                    return grants
+        return grants
+
+    def hollow(self, grant: Grant) -> None:
+        """Ends a grant whose pages were given back."""
+        self._arenas[grant.arena].holes.add(grant.start, grant.stop)
+        self.end(grant)
+
+    # -- an earlier life -------------------------------------------------------------------------------------
+
+    def unsettle(self) -> None:
+        """Nothing is given out, and what is free is not told, until `settle`."""
+        self._settled = False
+
+    def settle(self) -> None:
+        """Finds out what is free: all that no block, grant or abandoned range has."""
+        taken: dict[int, list[tuple[int, int]]] = {number: [] for number in self._arenas}
+        for block in self.blocks.values():
+            taken[block.arena].append((block.start, block.stop))
+        for grant in self.grants.values():
+            taken[grant.arena] += (*grant.unnamed, *grant.abandoned)
+        for number, arena in self._arenas.items():
+            at = 0
+            for start, stop in (*sorted(taken[number]), (arena.nbytes, arena.nbytes)):
+                if at < start:
+                    arena.free.add(at, start)
+                    arena.holes.add(at, start)  # which of it has pages is not known any more
+                at = max(at, stop)
+        self._settled = True
 
     def close(self) -> None:
         for arena in self._arenas.values():
             os.close(arena.descriptor)
         self._arenas.clear()
+
+
+def _no_room(span: int, error: OSError) -> Full:
+    return Full(f"no memory for {span} bytes more: {error}; consume faster or lower max_bytes")

@@ -22,7 +22,8 @@ from ..wire.messages import (
     TakeSlab,
 )
 from ..wire.node import Call
-from .memory import SLAB_BYTES, Grant, Memory
+from .blocks import Grant
+from .memory import SLAB_BYTES, Memory
 from .shelves import Shelf, Shelves
 from .timers import Timers
 from .units import Units
@@ -64,7 +65,7 @@ class Puts:
     # -- memory ----------------------------------------------------------------------------------------------
 
     def slab(self, call: Call, body: TakeSlab) -> None:
-        self._grant(call, SLAB_BYTES, body.remote).slab = True
+        self._grant(call, SLAB_BYTES, body.remote, slab=True)
 
     def reserve_update(self, call: Call, body: ReserveUpdate) -> None:
         self._grant(call, _positive(body.span), body.remote)
@@ -97,9 +98,9 @@ class Puts:
             lambda: grant.number in self._reservations,
         )
 
-    def _grant(self, call: Call, span: int, remote: bool) -> Grant:
+    def _grant(self, call: Call, span: int, remote: bool, *, slab: bool = False) -> Grant:
         unit = self._units.choose() if remote else None
-        grant = self._memory.take(span, call.session.number, unit)
+        grant = self._memory.take(span, call.session.number, unit, slab=slab)
         call.undo = lambda: self.end_grant(grant)
         granted = Granted(grant.range, -1 if unit is None else unit)
         if unit is None:
@@ -272,9 +273,7 @@ class Puts:
             self.end_if_large(grant)
             raise
         shelf.serial += body.rows
-        block = self._memory.block(body.range, partition.fields_mask(body.specs) or 0, ids)
-        for row, sample in enumerate(samples):
-            sample.places.append((block, row))
+        self._memory.block(body.range, partition.fields_mask(body.specs) or 0, samples)
         self.end_if_large(grant)
         call.undo, call.stays = (lambda: _take_back(partition, ids)), True
         call.reply(Committed(first))
@@ -289,9 +288,7 @@ class Puts:
             self._memory.discard(body.range)
             self.end_if_large(grant)
             raise
-        block = self._memory.block(body.range, partition.fields_mask(body.specs) or 0, body.ids)
-        for row, sample in enumerate(samples):
-            sample.places.append((block, row))
+        self._memory.block(body.range, partition.fields_mask(body.specs) or 0, samples)
         self.end_if_large(grant)
         call.reply(Done())
 

@@ -47,9 +47,10 @@ from ..wire.messages import (
 )
 from ..wire.node import Call, Node, Session
 from .admissions import Admissions
+from .backing import Backing
 from .compaction import Compaction
 from .fetches import Fetches, lease_seconds
-from .memory import Backing, Memory
+from .memory import Memory
 from .puts import Puts
 from .shelves import Shelf, Shelves
 from .timers import Timers
@@ -90,14 +91,14 @@ class ControllerService:
             units,
             secret,
             lambda: [self._memory.arena(number) for number in self._memory.arenas],
-            self._memory.unwritten,
+            self._memory.writable,
             self._timers,
             lambda number: self._puts.unit_silent(number),
         )
         self._puts = Puts(new_generation(), self._shelves, self._memory, self._units, self._timers)
         self._fetches = Fetches(self._shelves, self._memory, self._timers)
         self._admissions = Admissions(self._shelves, self._timers)
-        self._compaction = Compaction(self._shelves, self._memory, self._units)
+        self._compaction = Compaction(self._memory, self._units)
         self._unreached: dict[int, int] = {}
         self._sessions: dict[int, Session] = {}
         self._timers.at(self._began + _PROBE_SECONDS, self._probe)
@@ -267,7 +268,7 @@ class ControllerService:
         for sample in freed:
             for block, row in sample.places:
                 self._memory.row_gone(block, row)
-                self._compaction.consider(block, shelf)
+                self._compaction.consider(block)
             sample.places.clear()
 
     def close(self) -> None:

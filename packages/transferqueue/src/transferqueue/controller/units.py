@@ -161,12 +161,12 @@ class Units:
         self._order(numbers[source.arena % len(numbers)], Compact(source, rows, target), done)
         return True
 
-    def punch(self, arena: int, start: int, stop: int, done: Callable[[], None]) -> bool:
+    def punch(self, arena: int, start: int, stop: int, done: Callable[[str], None]) -> bool:
         """Has some unit give pages back; returns whether there is one to do it."""
         numbers = [number for number in self._units if not self._units[number].silent]
         if not numbers:
             return False
-        self._order(numbers[0], Punch(arena, start, stop), lambda error, values: done())
+        self._order(numbers[0], Punch(arena, start, stop), lambda error, values: done(error))
         return True
 
     def _order(self, number: int, what: Any, done: Finished, arenas: Sequence[Arena] = ()) -> int | None:

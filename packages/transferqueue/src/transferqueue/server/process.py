@@ -15,10 +15,10 @@ import sys
 import msgspec
 import zmq
 
+from ..controller.backing import InMemory
 from ..controller.service import ControllerService
 from ..storage.overseer import Overseer
 from ..storage.unit import StorageUnit
-from ..transport.arenas import SharedMemory
 from ..transport.receive_buffers import keep_freed_memory
 from ..wire.listeners import LocalListener, ZmqListener
 from ..wire.messages import MAX_HEADER_BYTES, UnitAddress
@@ -71,7 +71,7 @@ def _control(assignment: Assignment, remote: ZmqListener, lifelines: list[int]) 
     )
     service = ControllerService(
         node,
-        SharedMemory(),
+        InMemory(),
         assignment.units,
         assignment.max_bytes,
         assignment.secret,
