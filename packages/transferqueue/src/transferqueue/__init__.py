@@ -35,6 +35,8 @@ from .introspection.statistics import StoreStats
 from .scheduling.samples import Candidate
 from .server.launch import Server, serve
 from .values.columns import Column, FieldSpec
+from .values.encode import Varying
+from .values.restoring import restore, to_tensordict
 
 __all__ = [
     "AsyncBatch",
@@ -70,8 +72,11 @@ __all__ = [
     "Unauthorized",
     "UnknownName",
     "UnknownSample",
+    "Varying",
     "connect",
     "connect_async",
+    "restore",
     "samplers",
     "serve",
+    "to_tensordict",
 ]

@@ -14,6 +14,7 @@ from ..server.launch import Server
 from ..sizes import parse_bytes
 from ..values.columns import Column
 from ..values.encode import Fields, Shared
+from ..values.restoring import restore, to_tensordict
 from ..wire.channel import BlockingChannel
 from ..wire.link import Link
 from ..wire.local import LocalChannel
@@ -210,6 +211,16 @@ class Samples:
 
     def __len__(self) -> int:
         return len(self.ids)
+
+    def restore(self, *, copy: bool | None = None) -> Any:
+        """The fields as they were put: arrays, tensors, nested tensors, lists, dicts, tensordicts; see
+        `transferqueue.restore`.
+        """
+        return restore(self.fields, copy=copy)
+
+    def to_tensordict(self, *, copy: bool | None = None) -> Any:
+        """The fields as one tensordict ``[rows]``; see `transferqueue.to_tensordict`."""
+        return to_tensordict(self.fields, copy=copy)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({len(self)} samples, fields {sorted(self.fields)})"
