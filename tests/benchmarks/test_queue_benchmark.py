@@ -92,7 +92,7 @@ def test_goals_run_for_real_and_print_a_machine_and_then_claims():
     assert goals == {
         "encode of 1,536 arrays, against memcpy of the same bytes": "<= 2",
         "encode of text and dense images, against memcpy of the same bytes": "<= 2",
-        "messages' frames of a put": "<= 3",
+        "frames of a message of a put": "<= 3",
         "one small put, against a bare ZMQ round trip": "<= 2",
         "one small get, against a bare ZMQ round trip": "<= 2",
     }
