@@ -350,6 +350,18 @@ def test_a_part_that_did_not_arrive_is_handed_out_again() -> None:
     assert direct is None
 
 
+def test_a_sharer_that_missed_what_is_gone_is_told_so() -> None:
+    store = Store(2)
+    loans = [store.get(0, 2, world_size=1, sharers=2, owner=owner) for owner in (1, 2)]
+    store.part.drop([0], "because")
+    store.part.take_back(loans[1], 0)  # it can not get sample 0 any more
+    with pytest.raises(StaleLease):
+        store.ack(loans[0])
+    with pytest.raises(StaleLease):
+        store.get(0, 2, world_size=1, sharers=2, owner=2)
+    assert store.part.samples[1] in store.part.tasks["t"].ready
+
+
 def test_a_loan_that_can_not_be_handed_out_again_returns() -> None:
     store = Store(4)
     first = store.get(0, 1)
@@ -488,8 +500,7 @@ class Ranks(RuleBasedStateMachine):
                 return  # nothing could be copied
             self.store.part.take_back(loan, self.store.now)
             self.got[seat].pop()
-            if loan in self.out:
-                self.out.remove(loan)
+            self.forget(loan)  # where the others could not get the same, their lease has ended, too
 
     def forget(self, loan: Lease) -> None:
         """A lease ends for all who share it."""

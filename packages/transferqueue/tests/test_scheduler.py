@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from transferqueue.errors import Closed, FieldNotReady, GroupMismatch, StaleLease, UnknownSample
-from transferqueue.samplers import Freshest, Groups, InOrder
+from transferqueue.samplers import Balanced, Freshest, Groups, InOrder, TokenBudget
 from transferqueue.scheduling.partition import Partition, Row, Wanted
 from transferqueue.scheduling.ready import ReadyQueue
 from transferqueue.values.columns import FieldSpec
@@ -430,13 +430,26 @@ Order.TestCase.settings = settings(max_examples=40, stateful_step_count=30, dead
 test_the_ready_queue_is_a_sorted_list = Order.TestCase
 
 
-def test_work_of_a_call_does_not_grow_with_the_samples_there_are() -> None:
+@pytest.mark.parametrize(
+    "wanted",
+    [
+        Wanted("t", 32),
+        Wanted("t", 32, Groups(8)),
+        Wanted("t", 32, Freshest(8)),
+        Wanted("t", 32, Freshest(), max_staleness=1),
+        Wanted("t", 1 << 20, TokenBudget(32, 8)),
+        Wanted("t", 16, Groups(8), world_size=2),
+        Wanted("t", 32, Balanced(8), world_size=2),
+    ],
+    ids=str,
+)
+def test_work_of_a_call_does_not_grow_with_the_samples_there_are(wanted: Wanted) -> None:
     """Counts what a fetch and an ack touch, where a clock would measure the machine."""
 
     def touched(samples: int) -> int:
-        part = Partition("p", {"t": ["x"]})
+        part = Partition("p", {"t": ["x"]}, length_field="x")
         for start in range(0, samples, 8):
-            rows = [Row(s, f"g{start}", 0, 0, 1) for s in range(start, start + 8)]
+            rows = [Row(s, f"g{start}", start % 3, 0, 1, 1) for s in range(start, start + 8)]
             part.put(rows, {"x": SPEC}, {})
         part.view(part.tasks["t"], 8)
         count = 0
@@ -458,7 +471,7 @@ def test_work_of_a_call_does_not_grow_with_the_samples_there_are() -> None:
                 return super().values()
 
         part.samples, part.groups = Counted(part.samples), Counted(part.groups)
-        lease = part.lease(Wanted("t", 32, Groups(8)), now=0, seconds=10, owner=1)
+        lease = part.lease(wanted, now=0, seconds=10, owner=1)
         assert lease is not None
         part.ack(lease.id, 1)
         return count

@@ -277,12 +277,12 @@ class Rounds:
         this = series.round(number)
         part = this.parts[seat[0]]
         lease = part.lease
-        if lease is not None and lease.ended and part.handed:
+        if not part.samples or (lease is not None and lease.ended and part.handed):
             self._do(events.Handed(series.number, *seat, owner, 0, seconds), now)
             raise StaleLease(
                 f"the samples of round {number} of key {series.terms.key!r} went back before this sharer of "
                 f"rank {seat[0]} asked for them (a nack, or a lapsed lease); go on with the next round",
-                lease=lease.id,
+                lease=0 if lease is None else lease.id,
             )
         dummy = _is_dummy(series, part)
         token = 0
@@ -306,7 +306,7 @@ class Rounds:
         if (
             series is not None
             and series.can_return_to(seat, at)
-            and self._again(series.round(at).parts[rank])
+            and self._again(series, series.round(at).parts[rank])
         ):
             held = self._book.leases.get(lease.id)
             if (
@@ -320,9 +320,12 @@ class Rounds:
         elif lease.id in self._book.leases:
             self._book.give_back(self._book.leases[lease.id], lapsed=False)
 
-    def _again(self, part: Part) -> bool:
-        """Whether there is a sample left that the part can be, or copy."""
-        return bool(self._book.samples) or any(sample.holds for sample in part.samples)
+    def _again(self, series: Series, part: Part) -> bool:
+        """Whether there is something the part can be: a copy needs a sample. What cannot be the same for all
+        sharers is refused when it is asked for.
+        """
+        shared = series.terms.sharers > 1
+        return shared or bool(self._book.samples) or any(sample.holds for sample in part.samples)
 
     def _complete(self, part: Part) -> bool:
         """Whether the payload of all samples of the part is there."""
@@ -447,7 +450,9 @@ class Rounds:
         part = this.parts[seat[0]]
         if part.handed == series.terms.sharers:
             kept = [sample for sample in part.samples if sample.holds or sample.id in book.samples]
-            part.samples = kept or [next(iter(book.samples.values()))]
+            if not kept and series.terms.sharers == 1:
+                kept = [next(iter(book.samples.values()))]  # any will do as a copy that nobody shares
+            part.samples = kept
             for sample in part.samples:
                 book.hold(sample)
         part.handed -= 1
