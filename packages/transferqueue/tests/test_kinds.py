@@ -1,7 +1,9 @@
 """The same kinds out as in: what a producer holds is what `restore` gives, to the bit."""
 
 import datetime
+import gc
 import warnings
+import weakref
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
@@ -12,7 +14,7 @@ import transferqueue as tq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
-from transferqueue.values import frame
+from transferqueue.values import copying, frame
 from transferqueue.values.columns import assemble, gather, lay_out
 from transferqueue.values.encode import Varying, plan_column, plan_fields
 from transferqueue.values.restoring import restore, to_tensordict
@@ -244,6 +246,10 @@ def test_what_changes_on_the_way_is_what_the_page_says() -> None:
         plan_column("f", [2**60 + 1, 0.5])
     with pytest.raises(tq.InvalidArgument, match="64 bits"):
         plan_column("f", [2**63])
+    assert same(back(["half a \ud83d character"]), ["half a \ud83d character"])
+    assert same(back([1, np.float64(2.5)]), [1.0, 2.5])
+    with pytest.raises(tq.InvalidArgument, match="masked"):
+        plan_column("f", [np.ma.masked_equal(np.arange(3), 1)])
     with pytest.raises(tq.InvalidArgument, match="masked"):
         plan_column("f", np.ma.masked_equal(np.arange(3), 1))
     with pytest.raises(tq.InvalidArgument, match="2 dimensions"):
@@ -378,7 +384,8 @@ def test_any_tensors_come_back_as_they_were(data: st.DataObject, rows: int, name
 def test_tensors_are_copies_unless_a_view_is_asked_for() -> None:
     torch = torch_module()
     rows = [torch.ones(2), torch.ones(3)]
-    header, payload = frame.encode(*plan_fields({"l": rows, "t": torch.ones(2, 3)}))
+    header, written = frame.encode(*plan_fields({"l": rows, "t": torch.ones(2, 3)}))
+    payload = np.frombuffer(written.tobytes(), np.uint8)  # as an arena has it: an array of its own
     columns = frame.decode(header, payload)
     for copy in (None, True):
         for tensor in (*columns["l"].restore(copy=copy), columns["t"].restore(copy=copy)):
@@ -390,8 +397,53 @@ def test_tensors_are_copies_unless_a_view_is_asked_for() -> None:
         views = [*columns["l"].restore(copy=False), columns["t"].to_torch(copy=False)]
     inside = range(payload.ctypes.data, payload.ctypes.data + payload.nbytes)
     assert all(view.data_ptr() in inside for view in views)
-    del columns, header
-    assert views[1].tolist() == [1, 1, 1]  # the view keeps the memory
+    memory = weakref.ref(payload)
+    del columns, header, payload
+    assert views[1].tolist() == [1, 1, 1]
+    assert memory() is not None  # a view keeps the memory
+    del views
+    gc.collect()
+    assert memory() is None
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_large_tensors_of_any_strides_arrive(on_device: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beyond the sizes that are joined in one go; `on_device` takes the way of tensors that are elsewhere."""
+    torch = torch_module()
+    if on_device:
+        monkeypatch.setattr(copying, "_is_cpu", lambda tensor: False)
+        monkeypatch.setattr(copying, "_CHUNK", 50_000)
+    generator = torch.Generator().manual_seed(7)
+    fields = {
+        "rows": [
+            torch.randn(n, generator=generator, requires_grad=n % 2 == 0) for n in (9_000, 0, 20_001, 3)
+        ],
+        "half": [torch.randn(7, n, generator=generator).t().to(torch.bfloat16) for n in (500, 900, 1, 2)],
+        "images": [torch.randn(3, n, 50, generator=generator).permute(1, 2, 0) for n in (30, 60, 3, 1)],
+        "stacked": torch.randn(60, 4, 50, generator=generator).permute(1, 0, 2),
+        "nested": torch.nested.nested_tensor(
+            [torch.randn(n, 9, generator=generator) for n in (400, 1, 9, 300)], layout=torch.jagged
+        ),
+    }
+    got = restore(sent(fields))
+    for name, want in fields.items():
+        assert same(got[name], want), name
+
+
+def test_large_arrays_of_any_strides_and_byte_order_arrive() -> None:
+    rng = np.random.default_rng(7)
+    fields = {
+        "rows": [rng.standard_normal(2 * n)[::-2] for n in (9_000, 0, 20_001, 3)],
+        "big": [rng.standard_normal((n, 5)).astype(">f4") for n in (900, 70, 0, 3)],
+        "images": [rng.integers(0, 256, (3, n, 50)).transpose(1, 2, 0) for n in (30, 60, 3, 1)],
+        "stacked": rng.standard_normal((60, 4, 50)).transpose(1, 0, 2),
+    }
+    got = restore(sent(fields))
+    for name, want in fields.items():
+        for row, expected in zip(got[name], want, strict=True):
+            assert row.dtype.isnative
+            assert row.shape == expected.shape
+            assert np.array_equal(row, expected)
 
 
 def test_shared_tensors_are_repeated_and_each_is_the_readers_own() -> None:

@@ -238,7 +238,7 @@ class Column:
         match self.spec.dtype:
             case "str":
                 try:
-                    return str(chunk.data, "utf-8")
+                    return str(chunk.data, "utf-8", "surrogatepass")
                 except UnicodeDecodeError as error:
                     raise Corrupt(f"row {at} of a column of text is no UTF-8: {error}") from error
             case "bytes":

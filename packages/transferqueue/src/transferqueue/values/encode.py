@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from ..errors import InvalidArgument, SchemaMismatch
 from . import tensors
-from .copying import torch_if_loaded
+from .copying import tensor_on, torch_if_loaded
 from .plain import pack_all
 from .ragged import disagreement, offsets_of, plan_ragged, plan_scalars, plan_stacked, plan_varying
 from .spec import BITS, NUMERIC, ColumnPlan, FieldSpec, Kind, Nesting
@@ -163,10 +163,10 @@ def _plan_rows(name: str, rows: Sequence[Any]) -> ColumnPlan:
         )
     if kinds == _NDARRAY:
         return _plan_arrays(name, present, count, valid)
-    if kinds <= _BOOL or kinds <= _REAL or kinds <= _COMPLEX:
+    if kinds <= _BOOL or kinds <= _COMPLEX or (kinds <= _REAL and kinds != _FLOAT64):
         return plan_scalars(*_numbers(name, kinds, present), count, valid, _LIST_OF_PYTHON)
     if kinds == _STR or all([issubclass(kind, str) for kind in kinds]):
-        return _plan_bytes("str", list(map(str.encode, present)), count, valid, "python")
+        return _plan_bytes("str", _utf8(present), count, valid, "python")
     if kinds <= _BYTES:
         item = "bytearray" if kinds == {bytearray} else "python"
         return _plan_bytes("bytes", list(map(bytes, present)), count, valid, item)
@@ -181,7 +181,9 @@ def _plan_rows(name: str, rows: Sequence[Any]) -> ColumnPlan:
         if all(issubclass(kind, np.generic) for kind in kinds):
             present = [np.asarray(row) for row in present]
             return replace(_plan_arrays(name, present, count, valid), kind=_LIST_OF_SCALARS)
-        return _plan_arrays(name, [np.asanyarray(row) for row in present], count, valid)
+        for row in present:
+            _refuse_masked(name, row)
+        return _plan_arrays(name, [np.asarray(row) for row in present], count, valid)
     if any(_is_array(kind) for kind in kinds):
         raise SchemaMismatch(
             f"field {name!r} mixes arrays with other rows ({', '.join(sorted(k.__name__ for k in kinds))})",
@@ -193,7 +195,9 @@ def _plan_rows(name: str, rows: Sequence[Any]) -> ColumnPlan:
 
 
 _NDARRAY = {np.ndarray}
-_STR, _BOOL, _REAL, _COMPLEX, _BYTES = {str}, {bool}, {int, float}, {complex}, {bytes, bytearray, memoryview}
+_FLOATS, _FLOAT64 = {float, np.float64}, {np.float64}  # which is a float too
+_STR, _BOOL, _REAL, _COMPLEX = {str}, {bool}, {int, float, np.float64}, {complex}
+_BYTES = {bytes, bytearray, memoryview}
 
 
 def _is_array(kind: type) -> bool:
@@ -203,12 +207,19 @@ def _is_array(kind: type) -> bool:
 
 def _as_tensor(name: str, row: np.ndarray | np.generic) -> Any:
     dtype, array = _stored(name, np.asarray(row))
-    return tensors.from_bits(np.ascontiguousarray(array), dtype)
+    return tensor_on(np.ascontiguousarray(array).reshape(array.shape), dtype)
+
+
+def _utf8(rows: Sequence[str]) -> list[bytes]:
+    try:
+        return list(map(str.encode, rows))
+    except UnicodeEncodeError:  # half a character is no text, and still what the producer has
+        return [row.encode("utf-8", "surrogatepass") for row in rows]
 
 
 def _numbers(name: str, kinds: set[type], rows: Sequence[Any]) -> tuple[str, np.ndarray]:
     wanted = np.bool_ if kinds == _BOOL else complex if kinds == _COMPLEX else np.int64
-    if float in kinds:
+    if not kinds.isdisjoint(_FLOATS):
         wanted = np.float64
         if int in kinds and any(type(row) is int and abs(row) > 1 << 53 for row in rows):
             raise InvalidArgument(
@@ -295,14 +306,18 @@ _AS_THEY_ARE = frozenset(np.dtype(name) for name in NUMERIC)
 def _stored(name: str, array: np.ndarray) -> tuple[str, np.ndarray]:
     """The dtype's name and the array as it is stored, in native byte order."""
     dtype = _stored_name(array.dtype)
-    if isinstance(array, np.ma.MaskedArray):
-        raise InvalidArgument(f"field {name!r} has a masked array; give None for a row without a value")
+    _refuse_masked(name, array)
     if dtype in BITS:
         return dtype, array.view(BITS[dtype])
     if dtype not in NUMERIC:
         supported = ", ".join(sorted(NUMERIC | BITS.keys()))
         raise InvalidArgument(f"field {name!r} has dtype {dtype}; supported: {supported}")
     return dtype, array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
+
+
+def _refuse_masked(name: str, array: Any) -> None:
+    if isinstance(array, np.ma.MaskedArray):
+        raise InvalidArgument(f"field {name!r} has a masked array; give None for a row without a value")
 
 
 @lru_cache(maxsize=256)

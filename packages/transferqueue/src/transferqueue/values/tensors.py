@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from ..errors import InvalidArgument
-from .copying import tensor_on
 from .ragged import disagreement, plan_ragged, plan_scalars, plan_stacked, plan_varying
 from .spec import BITS, NUMERIC, ColumnPlan, FieldSpec, Kind
 
@@ -18,11 +17,6 @@ _dtype, _layout, _shape = attrgetter("dtype"), attrgetter("layout"), attrgetter(
 _is_cpu, _requires_grad = attrgetter("is_cpu"), attrgetter("requires_grad")
 _SMALL = 1 << 14  # bytes of a column that are joined at once rather than one by one
 _TENSOR, _LIST_OF_TENSORS = Kind("tensor", "tensor"), Kind("list", "tensor")
-
-
-def from_bits(array: np.ndarray, dtype: str) -> Any:
-    """A tensor on `array`, the stored form of `dtype`."""
-    return tensor_on(array, dtype)
 
 
 def _name_of(name: str, dtype: Any) -> str:
@@ -138,8 +132,10 @@ def _plan_nested(name: str, tensor: Any) -> ColumnPlan:
         parts = [values[at : at + length] for at, length in zip(offsets.tolist(), lengths, strict=False)]
         return plan_ragged(dtype, trailing, parts, lengths, rows, None, kind)
     first, last = int(offsets[0]), int(offsets[-1])
+    part = values[first:last]
+    part = _as_array(part, dtype) if part.is_cpu else part
     return ColumnPlan(
-        FieldSpec(dtype, trailing), [values[first:last]], last - first, rows, offsets - first, None, kind=kind
+        FieldSpec(dtype, trailing), [part], last - first, rows, offsets - first, None, kind=kind
     )
 
 
