@@ -1,5 +1,6 @@
 """The scheduler against a model that knows nothing of heaps, views or counters."""
 
+import tracemalloc
 from collections.abc import Sequence
 
 import pytest
@@ -441,7 +442,7 @@ test_the_ready_queue_is_a_sorted_list = Order.TestCase
         Wanted("t", 16, Groups(8), world_size=2),
         Wanted("t", 32, Balanced(8), world_size=2),
     ],
-    ids=str,
+    ids=lambda wanted: f"{wanted.sampler}-{wanted.world_size}",
 )
 def test_work_of_a_call_does_not_grow_with_the_samples_there_are(wanted: Wanted) -> None:
     """Counts what a fetch and an ack touch, where a clock would measure the machine."""
@@ -561,3 +562,17 @@ def test_lag_is_the_age_of_the_oldest_sample_that_the_task_has_not_acked() -> No
     task = part.tasks["t"]
     assert (part.put_samples_total, part.put_bytes_total, part.dropped_total) == (300, 300, 1)
     assert (task.delivered_total, task.acked_total, task.nacked_total, task.lapsed_total) == (299, 299, 0, 0)
+
+
+def test_a_sample_costs_less_than_500_bytes() -> None:
+    part = Partition("p", {"t": ["x"], "u": ["x", "y"]})
+    part.view(part.tasks["t"], 8)
+    samples = 20_000
+    tracemalloc.start()
+    for start in range(10**12, 10**12 + samples, 8):
+        part.put(
+            [Row(s, f"g{start}", 3, 0, 4096, 512) for s in range(start, start + 8)], {"x": SPEC}, {}, 0.5
+        )
+    used, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert used / samples < 500

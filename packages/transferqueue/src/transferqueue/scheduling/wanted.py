@@ -5,6 +5,9 @@ import msgspec
 from ..errors import InvalidArgument
 from ..samplers import Balanced, InOrder, Sampler, check_sampler, group_size
 
+MAX_SEATS = 16_384  # consumers that a round is planned for
+MAX_KEY = 512  # characters
+
 
 class Wanted(msgspec.Struct, frozen=True, array_like=True):
     """A request for samples of a task.
@@ -73,6 +76,14 @@ class Wanted(msgspec.Struct, frozen=True, array_like=True):
             raise InvalidArgument(f"rank {self.rank} of {self.world_size}; ranks count from 0")
         if self.sharers < 1 or (self.member is not None and not 0 <= self.member < self.sharers):
             raise InvalidArgument(f"member {self.member} of {self.sharers} sharers; members count from 0")
+        if self.world_size * self.sharers > MAX_SEATS:
+            raise InvalidArgument(
+                f"rounds for {self.world_size} ranks of {self.sharers} sharers; at most {MAX_SEATS} in all"
+            )
+        if self.key is not None and len(self.key) > MAX_KEY:
+            raise InvalidArgument(
+                f"a key of {len(self.key)} characters, {self.key[:20]!r}...; at most {MAX_KEY}"
+            )
         n = group_size(self.sampler) or 1
         ranks = self.world_size if isinstance(self.sampler, Balanced) else 1
         if self.count % (n * ranks):
