@@ -25,6 +25,11 @@ def first_id(generation: int, partition: int, serial: int) -> int:
     return generation << 50 | partition << 40 | serial
 
 
+def partition_of(sample: int) -> int:
+    """The number of the partition that an id belongs to."""
+    return sample >> 40 & (MAX_PARTITIONS - 1)
+
+
 class IdSet:
     """A set of ids kept as sorted half-open intervals.
 

@@ -215,14 +215,13 @@ decode_state = msgspec.msgpack.Decoder(StoreState).decode
 def ids_in_runs(ids: list[int]) -> list[int]:
     """Ids as pairs of a first one and how many follow each other."""
     runs: list[int] = []
-    last = None
+    following = -1
     for sample in ids:
-        if sample == last:
+        if sample == following:
             runs[-1] += 1
-            last += 1
         else:
             runs += (sample, 1)
-            last = sample + 1
+        following = sample + 1
     return runs
 
 

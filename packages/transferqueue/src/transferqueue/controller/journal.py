@@ -53,6 +53,7 @@ class Journal:
         fsync: `write` returns when the disk has it.
 
     Attributes:
+        fsync: as given.
         full: why no more room could be taken, or None.
 
     Raises:
@@ -62,7 +63,7 @@ class Journal:
     def __init__(self, folder: Path, *, fsync: bool = False) -> None:
         self.folder = folder
         self.full: OSError | None = None
-        self._fsync = fsync
+        self.fsync = fsync
         folder.mkdir(parents=True, exist_ok=True)
         self._lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
@@ -177,7 +178,7 @@ class Journal:
             assert self.full is not None
             raise self.full
         _write_all(self._file, record, self._at)
-        if self._fsync:
+        if self.fsync:
             os.fdatasync(self._file)
         self._at += len(record)
         self._record += 1

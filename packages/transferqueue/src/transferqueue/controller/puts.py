@@ -275,7 +275,7 @@ class Puts:
         shelf.serial += body.rows
         self._memory.block(body.range, partition.fields_mask(body.specs) or 0, samples)
         self.end_if_large(grant)
-        call.undo, call.stays = (lambda: _take_back(partition, ids)), True
+        call.undo, call.stays = (lambda: take_back(partition, ids)), True
         call.reply(Committed(first))
 
     def _update(self, call: Call, grant: Grant, body: CommitUpdate) -> None:
@@ -384,7 +384,7 @@ class Puts:
         self.room_made = True
 
 
-def _take_back(partition: Partition, ids: Sequence[int]) -> None:
+def take_back(partition: Partition, ids: Sequence[int]) -> None:
     """Its producer has given the put up without hearing that it was done."""
     there = [sample for sample in ids if sample in partition.samples]
     if there:

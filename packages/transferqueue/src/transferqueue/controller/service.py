@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from ..errors import Full
 from ..ids import new_generation
 from ..introspection.statistics import MemoryStats, StoreStats, UnitStats, partition_stats
 from ..scheduling.partition import Partition
@@ -47,11 +48,16 @@ from ..wire.messages import (
 )
 from ..wire.node import Call, Node, Session
 from .admissions import Admissions
-from .backing import Backing
+from .backing import Backing, InFiles
+from .blocks import Grant
 from .compaction import Compaction
 from .fetches import Fetches, lease_seconds
+from .journal import Journal
 from .memory import Memory
 from .puts import Puts
+from .recording import RETRY_SECONDS, Recording
+from .recovery import Past, dump, recover
+from .returning import Returning
 from .shelves import Shelf, Shelves
 from .timers import Timers
 from .units import Units
@@ -69,7 +75,12 @@ class ControllerService:
         units: how many storage units there will be.
         max_bytes: payload bytes in the whole store, or None.
         secret: by which units are known.
+        journal: where everything is kept, or None; `backing` is then of its folder.
         ready: called once, when all storage units are there.
+
+    Raises:
+        Corrupt: the journal is damaged.
+        Full: there is no room to begin one.
     """
 
     def __init__(
@@ -79,9 +90,12 @@ class ControllerService:
         units: int,
         max_bytes: int | None,
         secret: str,
+        journal: Journal | None,
         ready: Callable[[], None],
     ) -> None:
         self._node = node
+        self._journal = journal
+        self._recording: Recording | None = None
         self._ready: Callable[[], None] | None = ready
         self._began = time.monotonic()
         self._timers = Timers()
@@ -95,13 +109,56 @@ class ControllerService:
             self._timers,
             lambda number: self._puts.unit_silent(number),
         )
-        self._puts = Puts(new_generation(), self._shelves, self._memory, self._units, self._timers)
+        past = self._recover(journal, backing)
+        self._generation = new_generation() if past is None else past.generation
+        self._puts = Puts(self._generation, self._shelves, self._memory, self._units, self._timers)
         self._fetches = Fetches(self._shelves, self._memory, self._timers)
         self._admissions = Admissions(self._shelves, self._timers)
         self._compaction = Compaction(self._memory, self._units)
+        self._returning = Returning(node, self._memory, self._puts, self._shelves, self._timers)
+        self._leftovers: list[Grant] = []
         self._unreached: dict[int, int] = {}
         self._sessions: dict[int, Session] = {}
         self._timers.at(self._began + _PROBE_SECONDS, self._probe)
+        if journal is not None:
+            self._record(journal, past)
+
+    def _recover(self, journal: Journal | None, backing: Backing) -> Past | None:
+        """Brings shelves and memory to where the journal ends."""
+        found = None if journal is None else journal.recover()
+        if journal is None or found is None:
+            return None
+        assert isinstance(backing, InFiles)
+        return recover(found, self._shelves, self._memory, backing, journal.folder)
+
+    def _record(self, journal: Journal, past: Past | None) -> None:
+        """Goes on where the journal ends, or begins it."""
+        self._recording = Recording(journal, self._node, self._shelves, self._memory)
+        if past is not None:
+            self._recording.clients = past.clients
+            self._recording.start()
+            self._units.await_all()
+            self._leftovers = self._memory.grants_of(None)
+            self._returning.expect(past, self.forget)
+        else:
+            self._recording.start()
+        if (past is None or past.incarnation != self._node.incarnation) and not self._rewrite(journal):
+            raise Full(f"there is no room for a journal in {journal.folder}; make room there")
+
+    def _rewrite(self, journal: Journal) -> bool:
+        assert self._recording is not None
+        for shelf in self._shelves:
+            if shelf.partition.freed:
+                self._free(shelf)
+        self._recording.drop_items()
+        clients = self._recording.clients
+        for number, client in clients.items():
+            session = self._node.session(number)
+            if session is not None:
+                client.answers = {n: kept for n, kept in client.answers.items() if n in session.answers}
+        return journal.rewrite(
+            dump(self._shelves, self._memory, clients, self._node.incarnation, self._generation)
+        )
 
     def _arena_made(self, number: int) -> None:
         self._units.attach(self._memory.arena(number))
@@ -110,6 +167,8 @@ class ControllerService:
 
     def handle(self, call: Call) -> None:
         now = time.monotonic()
+        if self._recording is not None:
+            self._recording.check_room(call.body)
         match call.body:
             case Commit() | CommitUpdate():
                 self._puts.commit(call, call.body)
@@ -178,11 +237,19 @@ class ControllerService:
             case Announce():
                 self._units.announce(call, call.body)
                 self._node.units = self._units.addresses
-                if self._ready is not None and self._units.all_there:
-                    self._ready()
-                    self._ready = None
+                if self._units.all_there:
+                    self._all_there()
             case _:
                 call.refuse()
+
+    def _all_there(self) -> None:
+        # What units were copying or giving back for an earlier life of the controller is over.
+        leftovers, self._leftovers = self._leftovers, []
+        for grant in leftovers:
+            self._memory.end(grant)
+        if self._ready is not None:
+            self._ready()
+            self._ready = None
 
     def _partition(self, number: int) -> Partition:
         return self._shelves[number].partition
@@ -196,6 +263,7 @@ class ControllerService:
 
     def resume(self, session: Session, pins: Sequence[int]) -> None:
         self._sessions[session.number] = session
+        self._returning.came(session)
         self._memory.set_pins(session.number, pins)
 
     def more(self, call: Call, body: Write, payload: Any) -> None:
@@ -217,6 +285,8 @@ class ControllerService:
             shelf.partition.release(number)
         self._puts.forget(number)
         self._memory.unpin_all(number)
+        if self._recording is not None:
+            self._recording.gone(number)
 
     def _probe(self) -> None:
         """Looks whether clients of other hosts are still there: a ROUTER only tells when asked to send."""
@@ -243,7 +313,18 @@ class ControllerService:
         while self._follow_up(now):
             pass
         times = [self._timers.next(), *(shelf.partition.next_lapse() for shelf in self._shelves)]
+        if self._recording is not None:
+            times.append(self._write(self._recording, now))
         return min((when for when in times if when is not None), default=None)
+
+    def _write(self, recording: Recording, now: float) -> float | None:
+        """Writes down what changed, before the node answers; returns when to try again."""
+        self._node.held = not recording.write(now)
+        if recording.journal.full is not None:
+            return now + RETRY_SECONDS
+        if recording.journal.is_due:
+            self._rewrite(recording.journal)
+        return None
 
     def _follow_up(self, now: float) -> bool:
         """Frees, admits and wakes what the last changes allow; returns whether more followed from that."""
@@ -272,7 +353,10 @@ class ControllerService:
             sample.places.clear()
 
     def close(self) -> None:
+        self._returning.close()
         self._memory.close()
+        if self._journal is not None:
+            self._journal.close()
 
     # -- what is told ----------------------------------------------------------------------------------------
 

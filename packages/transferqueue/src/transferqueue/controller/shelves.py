@@ -1,6 +1,6 @@
 """The partitions of a store, their limits, and how much of those is promised to puts under way."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,16 +15,21 @@ class Shelf:
     """A partition with its limits.
 
     Attributes:
+        body: how it was opened first.
         serial: of the next sample put.
         reserved_rows, reserved_bytes: promised to puts that have not committed.
     """
 
     number: int
+    body: OpenPartition
     partition: Partition
-    max_bytes: int | None
     serial: int = 0
     reserved_rows: int = 0
     reserved_bytes: int = 0
+
+    @property
+    def max_bytes(self) -> int | None:
+        return self.body.max_bytes
 
     @property
     def max_samples(self) -> int | None:
@@ -42,10 +47,14 @@ class Shelves:
 
     Args:
         max_bytes: payload bytes in the whole store, or None.
+
+    Attributes:
+        opened: told of every new partition, if set.
     """
 
     def __init__(self, max_bytes: int | None) -> None:
         self.max_bytes = max_bytes
+        self.opened: Callable[[Shelf], None] | None = None
         self._by_name: dict[str, Shelf] = {}
         self._by_number: list[Shelf] = []
 
@@ -132,7 +141,14 @@ class Shelves:
             max_samples=body.max_samples,
             max_staleness=body.max_staleness,
         )
-        shelf = Shelf(len(self._by_number), partition, body.max_bytes)
+        shelf = self.add(body, partition)
+        if self.opened is not None:
+            self.opened(shelf)
+        return shelf
+
+    def add(self, body: OpenPartition, partition: Partition) -> Shelf:
+        """Takes in a partition that is there."""
+        shelf = Shelf(len(self._by_number), body, partition)
         self._by_number.append(shelf)
         self._by_name[body.name] = shelf
         return shelf

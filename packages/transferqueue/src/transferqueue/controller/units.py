@@ -81,6 +81,8 @@ class Units:
         self._units: dict[int, Unit] = {}
         self._next_order = 1
         self._turn = 0
+        # Units that an earlier life of the controller knew do as it said until they hear from this one.
+        self._unheard: dict[int, list[tuple[Any, Finished]]] = {}
 
     @property
     def addresses(self) -> list[UnitAddress]:
@@ -92,6 +94,12 @@ class Units:
 
     def alive(self, number: int) -> bool:
         return number in self._units and not self._units[number].silent
+
+    def await_all(self) -> None:
+        """Units that are still to come know an earlier life of the controller: what they are told waits until
+        they are here.
+        """
+        self._unheard = {number: [] for number in range(self.expected)}
 
     def silent(self, number: int) -> bool:
         """Whether it is there, and does not answer."""
@@ -112,6 +120,8 @@ class Units:
             self._order(body.number, Attach(arena[0].arena, arena[0].nbytes), _nothing, [arena])
         for where in self._unwritten(body.number):
             self._order(body.number, Expect(where), _nothing)
+        for what, done in self._unheard.pop(body.number, ()):
+            self._order(body.number, what, done)
         self._check(unit, body.number)
 
     def _check(self, unit: Unit, number: int) -> None:
@@ -171,6 +181,9 @@ class Units:
 
     def _order(self, number: int, what: Any, done: Finished, arenas: Sequence[Arena] = ()) -> int | None:
         unit = self._units.get(number)
+        if unit is None and number in self._unheard:
+            self._unheard[number].append((what, done))
+            return
         connection = None if unit is None else unit.session.connection
         if unit is None or connection is None:
             done(f"storage unit {number} is gone", {})

@@ -11,12 +11,15 @@ import logging
 import os
 import signal
 import sys
+from pathlib import Path
 
 import msgspec
 import zmq
 
-from ..controller.backing import InMemory
+from ..controller.backing import Backing, InFiles, InMemory, Spilling
+from ..controller.journal import Journal
 from ..controller.service import ControllerService
+from ..errors import QueueError
 from ..storage.overseer import Overseer
 from ..storage.unit import StorageUnit
 from ..transport.receive_buffers import keep_freed_memory
@@ -54,14 +57,29 @@ def main() -> int:
             Listening(error=f"cannot listen on {assignment.host}:{assignment.port}: {error}; choose another")
         )
         return 1
-    if assignment.unit is None:
-        _control(assignment, remote, [0, parent])
-    else:
+    if assignment.unit is not None:
         _store(assignment, assignment.unit, remote, [0, parent])
+        return 0
+    try:
+        node, service = _controller(assignment, remote)
+    except (QueueError, OSError) as error:
+        _say(Listening(error=f"cannot begin: {error}"))
+        return 1
+    # A collection of all the metadata takes long and finds nothing: it has no cycles.
+    gc.set_threshold(100_000, 50, 1_000)
+    node.run(service, [0, parent])
+    service.close()
     return 0
 
 
-def _control(assignment: Assignment, remote: ZmqListener, lifelines: list[int]) -> None:
+def _controller(assignment: Assignment, remote: ZmqListener) -> tuple[Node, ControllerService]:
+    backing: Backing = InMemory()
+    journal = None
+    if assignment.journal is not None:
+        journal = Journal(Path(assignment.journal), fsync=assignment.fsync)
+        backing = InFiles(journal.folder)
+    elif assignment.spill is not None:
+        backing = Spilling(assignment.memory or 0, Path(assignment.spill))
     node = Node(
         remote,
         LocalListener(assignment.local),
@@ -71,16 +89,14 @@ def _control(assignment: Assignment, remote: ZmqListener, lifelines: list[int]) 
     )
     service = ControllerService(
         node,
-        InMemory(),
+        backing,
         assignment.units,
         assignment.max_bytes,
         assignment.secret,
+        journal,
         ready=lambda: _say(Listening(remote.port)),
     )
-    # A collection of all the metadata takes long and finds nothing: it has no cycles.
-    gc.set_threshold(100_000, 50, 1_000)
-    node.run(service, lifelines)
-    service.close()
+    return node, service
 
 
 def _store(assignment: Assignment, number: int, remote: ZmqListener, lifelines: list[int]) -> None:

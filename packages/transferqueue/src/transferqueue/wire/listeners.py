@@ -32,10 +32,12 @@ class Connection(Protocol):
     Attributes:
         local: the peer is on this host, and takes descriptors.
         greeted: it has said hello and was welcome.
+        pid: of a peer on this host; 0: of another, or not ours to see.
     """
 
     local: bool
     greeted: bool
+    pid: int
 
     def send(self, header: bytes, payload: Any = None, descriptors: Sequence[int] = ()) -> bool:
         """Sends a message; returns whether there was a connection to send by."""
@@ -97,6 +99,7 @@ class Poll:
 
 class _ZmqConnection:
     local = False
+    pid = 0
 
     def __init__(self, listener: "ZmqListener", identity: bytes) -> None:
         self._listener = listener
@@ -230,8 +233,11 @@ class _LocalConnection:
 
     local = True
 
-    def __init__(self, listener: "LocalListener", connected: socket.socket, pidfd: int | None) -> None:
+    def __init__(
+        self, listener: "LocalListener", connected: socket.socket, pid: int, pidfd: int | None
+    ) -> None:
         self._listener = listener
+        self.pid = pid
         self.socket = connected
         self.pidfd = pidfd
         self.greeted = False
@@ -329,7 +335,7 @@ class LocalListener:
             if user not in (0, os.getuid()):
                 connected.close()
                 continue
-            connection = _LocalConnection(self, connected, _pidfd(pid))
+            connection = _LocalConnection(self, connected, pid, _pidfd(pid))
             self._connections.add(connection)
             self._strangers[connection] = None
             self._poll.watch(connected.fileno(), lambda c=connection: self._read(c))

@@ -100,14 +100,34 @@ class Answered:
 
     __slots__ = ("arenas", "body", "encoded", "id", "pins", "stays", "undo")
 
-    def __init__(self, call: "Call", body: ReplyBody) -> None:
-        self.id = call.id
+    def __init__(
+        self,
+        number: int,
+        body: ReplyBody,
+        undo: Callable[[], None] | None,
+        stays: bool,
+        pins: Sequence[int],
+        arenas: Sequence[Arena],
+    ) -> None:
+        self.id = number
         self.body = body
-        self.undo = call.undo
-        self.stays = call.stays
-        self.pins = call.pins
-        self.arenas = call.arenas
-        self.encoded = encoder.encode(Reply(call.id, body))
+        self.undo = undo
+        self.stays = stays
+        self.pins = pins
+        self.arenas = arenas
+        self.encoded = encoder.encode(Reply(number, body))
+
+
+class Ledger(Protocol):
+    """Keeps answers for longer than this process lives."""
+
+    def keep(self, call: "Call", answered: Answered) -> None:
+        """A request was answered."""
+        ...
+
+    def void(self, session: "Session", request: int) -> None:
+        """An answer was taken back; the request may come again as a new one."""
+        ...
 
 
 class Session:
@@ -223,7 +243,10 @@ class Node:
         incarnation: differs between two lives that do not know each other; None draws one.
 
     Attributes:
+        incarnation: as given or drawn.
         paused: clients of other hosts are not heard for now.
+        held: answers other than refusals are kept for now.
+        ledger: told of answers that may be asked for again, if set.
     """
 
     def __init__(
@@ -239,7 +262,7 @@ class Node:
         self._local = local
         self._token = token
         self._max_frame_bytes = max_frame_bytes
-        self._incarnation = secrets.randbits(62) if incarnation is None else incarnation
+        self.incarnation = secrets.randbits(62) if incarnation is None else incarnation
         self._sessions: OrderedDict[int, Session] = OrderedDict()
         self._by_connection: dict[Connection, Session] = {}
         self._complained: OrderedDict[Connection, None] = OrderedDict()
@@ -247,6 +270,8 @@ class Node:
         self._running = True
         self.units: list[UnitAddress] = []
         self.paused = False
+        self.held = False
+        self.ledger: Ledger | None = None
         self.poll = Poll()
 
     def run(self, service: Service, lifelines: Sequence[int]) -> None:
@@ -284,6 +309,17 @@ class Node:
     def sessions(self) -> int:
         """How many clients there are, units included."""
         return sum(not session.left for session in self._sessions.values())
+
+    def session(self, number: int) -> Session | None:
+        """What is remembered of a client."""
+        return self._sessions.get(number)
+
+    def restore(self, number: int, low: int, answers: Sequence[Answered]) -> Session:
+        """A client of an earlier life of this server, which may come back."""
+        session = self._sessions[number] = Session(number)
+        session.low = low
+        session.answers = {answered.id: answered for answered in answers}
+        return session
 
     # -- what listeners hear ---------------------------------------------------------------------------------
 
@@ -452,7 +488,7 @@ class Node:
 
     def _welcome(self, connection: Connection) -> None:
         local = "" if self._local is None else self._local.name
-        welcome = Welcome(PROTOCOL, self._incarnation, self.units, self._max_frame_bytes, local)
+        welcome = Welcome(PROTOCOL, self.incarnation, self.units, self._max_frame_bytes, local)
         connection.send(encoder.encode(Reply(0, welcome)))
 
     def _complain(self, connection: Connection, error: QueueError) -> None:
@@ -481,9 +517,14 @@ class Node:
         call.answered = True
         session = call.session
         session.waiting.pop(call.id, None)
-        answered = Answered(call, body)
+        answered = Answered(call.id, body, call.undo, call.stays, call.pins, call.arenas)
         if not isinstance(call.body, _REPEATABLE):
             session.answers[call.id] = answered
+            if self.ledger is not None:
+                self.ledger.keep(call, answered)
+        if self.held and isinstance(body, Failure):  # nothing was done, so nothing has to be written first
+            self._deliver(session, answered, None)
+            return
         self._outbox.append(lambda: self._deliver(session, answered, payload))
 
     def _deliver(self, session: Session, answered: Answered, payload: Any) -> None:
@@ -493,6 +534,8 @@ class Node:
         if answered.undo is not None and not answered.stays:
             # A dead consumer must not get samples. If it only lost its connection it asks again, for others.
             session.answers.pop(answered.id, None)
+            if self.ledger is not None:
+                self.ledger.void(session, answered.id)
             undo, answered.undo = answered.undo, None
             undo()
 
@@ -516,7 +559,7 @@ class Node:
         return connection.send(encoded, payload, [descriptor for _, descriptor in new])
 
     def _flush(self) -> None:
-        while self._outbox:
+        while self._outbox and not self.held:
             outbox, self._outbox = self._outbox, []
             for send in outbox:
                 send()
