@@ -13,8 +13,8 @@ from ..errors import InvalidArgument
 from .ragged import disagreement, plan_ragged, plan_scalars, plan_stacked, plan_varying
 from .spec import BITS, NUMERIC, ColumnPlan, FieldSpec, Kind
 
-_dtype, _layout, _shape = attrgetter("dtype"), attrgetter("layout"), attrgetter("shape")
-_is_cpu, _requires_grad = attrgetter("is_cpu"), attrgetter("requires_grad")
+_shape = attrgetter("shape")
+_about = attrgetter("dtype", "layout", "ndim", "requires_grad", "is_cpu")  # torch answers slowly: ask once
 _SMALL = 1 << 14  # bytes of a column that are joined at once rather than one by one
 _TENSOR, _LIST_OF_TENSORS = Kind("tensor", "tensor"), Kind("list", "tensor")
 
@@ -71,28 +71,30 @@ def plan_tensors(
         varying: whether all dimensions are free in the field's schema.
     """
     torch = sys.modules["torch"]
-    for layout in set(map(_layout, rows)):
+    about = set(map(_about, rows))
+    for layout in {layout for _, layout, _, _, _ in about}:
         _strided(name, layout)
-    if any(map(_requires_grad, rows)):
-        rows = [row.detach() for row in rows]
-    dtypes = set(map(_dtype, rows))
-    dims = set(map(torch.Tensor.dim, rows))
-    if len(dtypes) > 1 or len(dims) > 1:
+    if len({(dtype, dims) for dtype, _, dims, _, _ in about}) > 1:
         raise disagreement(name, [(_name_of(name, row.dtype), tuple(row.shape)) for row in rows])
+    if any([grad for _, _, _, grad, _ in about]):
+        rows = [row.detach() for row in rows]
+    dims = rows[0].dim()
     dtype = _name_of(name, rows[0].dtype)
-    if dims == {0}:
+    if dims == 0:
         values = _as_array(torch.stack(list(rows)).cpu(), dtype)
         return plan_scalars(dtype, values, count, valid, _LIST_OF_TENSORS)
-    if dims == {1}:
+    if dims == 1:
         lengths, trailing = list(map(torch.Tensor.numel, rows)), ()
     else:
         shapes = list(map(_shape, rows))
         if varying or len({shape[1:] for shape in shapes}) > 1:
             flat = [row.reshape(-1) for row in rows]
-            trailing = (-1,) * (dims.pop() - 1) if varying else None
+            trailing = (-1,) * (dims - 1) if varying else None
             return plan_varying(dtype, shapes, flat, count, valid, _LIST_OF_TENSORS, trailing=trailing)
         lengths, trailing = [shape[0] for shape in shapes], shapes[0][1:]
-    if sum(lengths) * rows[0].element_size() * math.prod(trailing) <= _SMALL and all(map(_is_cpu, rows)):
+    if sum(lengths) * rows[0].element_size() * math.prod(trailing) <= _SMALL and all(
+        [cpu for *_, cpu in about]
+    ):
         rows = [_as_array(torch.cat(list(rows)), dtype)]
     return plan_ragged(dtype, trailing, rows, lengths, count, valid, _LIST_OF_TENSORS)
 
