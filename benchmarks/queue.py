@@ -10,6 +10,7 @@ that says so: {"skipped": "...", "why": "..."}.
 from claims import print_machine  # isort: split
 
 import argparse
+import os
 
 from queue_goals import depth, encoding, footprint, large, network, small, streaming
 from queue_goals.sides import Sides
@@ -33,6 +34,8 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="small sizes, few rounds: under a minute")
     parser.add_argument("--only", choices=GOALS, action="append", help="this one; may be given again")
     arguments = parser.parse_args()
+    # Without bytecode every process of a store compiles the package again, which no user's does.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     print_machine()
     with Sides(arguments.quick) as sides:
         for name in arguments.only or GOALS:

@@ -54,6 +54,8 @@ class Child:
         self.ready: dict[str, Any] = {}
 
     def __enter__(self) -> Self:
+        if self._process is not None:
+            raise RuntimeError(f"{self._name} runs already; enter a child once")
         self._process = subprocess.Popen(
             self._command,
             stdin=subprocess.PIPE,

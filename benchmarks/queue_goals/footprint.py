@@ -58,7 +58,7 @@ def start(sides: Sides) -> None:
     seconds: list[float] = []
     for _ in range(times):
         begun = time.monotonic()
-        with sides.start("our_start.py") as child:
+        with sides.child("our_start.py") as child:
             seconds.append(child.ready["put"] - begun)
     how = (
         f"median of {times}: from starting a Python process that serves a store, connects to it and puts, to "

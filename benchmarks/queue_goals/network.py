@@ -24,7 +24,7 @@ def measure(sides: Sides) -> None:
     others = Meanwhile()
     with (
         Store(transport="zmq") as store,
-        sides.start("tcp_relay.py", nbytes=batch.nbytes) as relay,
+        sides.child("tcp_relay.py", nbytes=batch.nbytes) as relay,
         socket.create_connection(("127.0.0.1", relay.ready["port"])) as connection,
     ):
         hops = two_hops(connection, relay, batch.nbytes)

@@ -18,8 +18,8 @@ TRANSFER_QUEUE = "transferqueue 0.1.11"
 """The peer, as the claims call it."""
 SAMPLES, QUICK_SAMPLES = 256, 64
 """Of the large batch."""
-QUICK_START_SECONDS = 30.0
-"""Longest start of a side in a quick run."""
+START_SECONDS, QUICK_START_SECONDS = 120.0, 30.0
+"""Longest start of a side; in a quick run, one that takes longer is skipped."""
 
 
 class Sides:
@@ -47,14 +47,13 @@ class Sides:
     ) -> None:
         self._exits.close()
 
-    def start(
+    def child(
         self, script: str, *, python: Path | None = None, seconds: float = 60.0, **work: object
     ) -> Child:
-        """A child that ends with this object, or earlier with its own `close`."""
-        child = Child(
+        """A child to be entered, which must be ready in so many seconds."""
+        return Child(
             SCRIPTS / script, json.dumps(work), python=python or sys.executable, ready_seconds=seconds
         )
-        return self._exits.enter_context(child)
 
     def transfer_queue(self) -> Child | None:
         """The peer of the same name, or None if it cannot be measured here, which is then said once."""
@@ -112,12 +111,11 @@ class Sides:
         return self._try(name, script, PEERS_PYTHON, **work)
 
     def _try(self, name: str, script: str, python: Path | None, **work: object) -> Child | None:
-        if not self.quick:
-            return self.start(script, python=python, seconds=120.0, **work)
+        seconds = QUICK_START_SECONDS if self.quick else START_SECONDS
         try:
-            return self.start(script, python=python, seconds=QUICK_START_SECONDS, **work)
+            return self._exits.enter_context(self.child(script, python=python, seconds=seconds, **work))
         except ChildError as error:
-            if "did not answer" not in str(error):
+            if not self.quick or "did not answer" not in str(error):
                 raise
             skip(name, f"it was not ready in {QUICK_START_SECONDS:g} s, and this is a quick run")
             return None

@@ -28,7 +28,7 @@ def measure(sides: Sides) -> None:
     others = Meanwhile()
     with (
         Store() as store,
-        sides.start("zmq_echo.py", ipc=path) as echo,
+        sides.child("zmq_echo.py", ipc=path) as echo,
         zmq.Context() as context,
         context.socket(zmq.REQ) as tcp,
         context.socket(zmq.REQ) as ipc,

@@ -50,8 +50,11 @@ def measure(sides: Sides) -> None:
     """Print the claims."""
     rounds, warm_up = (2, 1) if sides.quick else (5, 1)
     peer, guest = sides.transfer_queue(), sides.transfer_queue_guest()
-    with transferqueue.serve(storage_units=2) as server:
-        producer, consumer = (sides.start("our_user.py", address=server.address) for _ in range(2))
+    with (
+        transferqueue.serve(storage_units=2) as server,
+        sides.child("our_user.py", address=server.address) as producer,
+        sides.child("our_user.py", address=server.address) as consumer,
+    ):
         for stream in QUICK_STREAMS if sides.quick else STREAMS:
             others = Meanwhile()
             parts = {
@@ -67,8 +70,6 @@ def measure(sides: Sides) -> None:
                     measured["peer's dataset"] = theirs(stream, peer, guest, dataset=True)
             figures = in_turn(measured, rounds, warm_up)
             report(stream, rounds, figures, load_note(others.others()))
-        producer.close()
-        consumer.close()
 
 
 def ours(stream: Stream, producer: Child, consumer: Child, parts: dict[str, list[int]]) -> Round:

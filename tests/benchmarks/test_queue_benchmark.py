@@ -144,6 +144,11 @@ def test_a_child_says_what_it_is_ready_with_and_answers_line_by_line(script):
         assert [child.answer(30), child.answer(30)] == [{"n": 3}, {"n": 4}]
 
 
+def test_a_child_is_started_once(script):
+    with Child(script(ECHO)) as child, pytest.raises(RuntimeError, match="enter a child once"):
+        child.__enter__()
+
+
 def test_a_child_that_fails_is_an_error_with_what_it_said_last(script):
     with Child(script(FAILS)) as child, pytest.raises(ChildError, match="the disk is on fire"):
         child.ask(30, do="x")
