@@ -1,8 +1,32 @@
+import os
+import secrets
+import select
+import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Buffer, Callable, Iterator
+from typing import Any
 
+import numpy as np
 import pytest
 import transferqueue as tq
+import zmq
+from msgspec.structs import replace
+from transferqueue.values import frame
+from transferqueue.values.block import block_nbytes, write_block
+from transferqueue.values.encode import plan_fields
+from transferqueue.wire.messages import (
+    PROTOCOL,
+    Commit,
+    Done,
+    Failure,
+    Hello,
+    Range,
+    Reply,
+    Request,
+    RequestBody,
+    decode_reply,
+    encoder,
+)
 
 
 @pytest.fixture(scope="module")
@@ -35,3 +59,174 @@ def eventually() -> Callable[[Callable[[], bool]], None]:
             time.sleep(0.01)
 
     return wait
+
+
+class RemotePeer:
+    """A ZeroMQ peer of a server that says exactly what a test tells it to."""
+
+    def __init__(self, address: str) -> None:
+        self.context = zmq.Context()
+        self.socket = self.context.socket(zmq.DEALER)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.connect(address)
+
+    def hello(self, token: str = "", client: int | None = None, protocol: int = PROTOCOL, **said: Any) -> Reply:
+        return self.ask(0, Hello(protocol, token, secrets.randbits(62) if client is None else client, **said))
+
+    def ask(
+        self, number: int, body: RequestBody, *payload: Buffer, low: int = 0, timeout: float = 20.0
+    ) -> Reply:
+        return self.say(encoder.encode(Request(number, low, timeout, body)), *payload)
+
+    def say(self, *frames: Buffer) -> Reply:
+        self.send(*frames)
+        return self.hear()
+
+    def send(self, *frames: Buffer) -> None:
+        self.socket.send_multipart(frames)
+
+    def hear(self) -> Reply:
+        """The next reply; signs of life that the controller looks for are left out."""
+        deadline = time.monotonic() + 20
+        while True:
+            assert self.socket.poll(max(0, (deadline - time.monotonic()) * 1000)), "no reply"
+            reply = decode_reply(self.socket.recv_multipart()[0])
+            if reply.id or not isinstance(reply.body, Done):
+                return reply
+
+    def hears_nothing(self, milliseconds: int = 200) -> bool:
+        return not self.socket.poll(milliseconds)
+
+    def close(self) -> None:
+        self.context.destroy(linger=0)
+
+
+class LocalPeer:
+    """A peer of the controller's Unix socket that says exactly what a test tells it to."""
+
+    def __init__(self, name: str) -> None:
+        self.socket = socket.socket(socket.AF_UNIX)
+        self.socket.settimeout(20)
+        self.socket.connect("\0" + name)
+        self.descriptors: list[int] = []
+        self._inbox = b""
+
+    def hello(self, token: str = "", client: int | None = None, protocol: int = PROTOCOL, **said: Any) -> Reply:
+        return self.ask(0, Hello(protocol, token, secrets.randbits(62) if client is None else client, **said))
+
+    def ask(self, number: int, body: RequestBody, *, low: int = 0, timeout: float = 20.0) -> Reply:
+        return self.say(encoder.encode(Request(number, low, timeout, body)))
+
+    def say(self, message: bytes) -> Reply:
+        self.send(message)
+        return self.hear()
+
+    def send(self, message: bytes) -> None:
+        self.socket.sendall(len(message).to_bytes(4, "little") + message)
+
+    def hear(self) -> Reply:
+        message = self._take(int.from_bytes(self._take(4), "little"))
+        return decode_reply(message)
+
+    def _take(self, nbytes: int) -> bytes:
+        while len(self._inbox) < nbytes:
+            data, descriptors, _, _ = socket.recv_fds(self.socket, 1 << 16, 253)
+            self.descriptors += descriptors
+            assert data, "the controller hung up"
+            self._inbox += data
+        taken, self._inbox = self._inbox[:nbytes], self._inbox[nbytes:]
+        return taken
+
+    def hears_nothing(self, milliseconds: int = 200) -> bool:
+        return not self._inbox and not select.select([self.socket], [], [], milliseconds / 1000)[0]
+
+    def hung_up(self) -> bool:
+        """Whether the controller ends the connection within 20 s, whatever it says before."""
+        try:
+            while socket.recv_fds(self.socket, 1 << 16, 253)[0]:
+                pass
+        except ConnectionResetError:
+            return True
+        except TimeoutError:
+            return False
+        return True
+
+    def close(self) -> None:
+        self.socket.close()
+        for descriptor in self.descriptors:
+            os.close(descriptor)
+
+
+@pytest.fixture
+def speak() -> Iterator[Callable[[str], RemotePeer]]:
+    """Connects a `RemotePeer` to an address."""
+    peers: list[RemotePeer] = []
+
+    def connect(address: str) -> RemotePeer:
+        peers.append(RemotePeer(address))
+        return peers[-1]
+
+    yield connect
+    for peer in peers:
+        peer.close()
+
+
+@pytest.fixture
+def speak_locally() -> Iterator[Callable[[str], LocalPeer]]:
+    """Connects a `LocalPeer` to a store's local listener."""
+    peers: list[LocalPeer] = []
+
+    def connect(name: str) -> LocalPeer:
+        peers.append(LocalPeer(name))
+        return peers[-1]
+
+    yield connect
+    for peer in peers:
+        peer.close()
+
+
+@pytest.fixture
+def kind_of() -> Callable[[Reply], str]:
+    """The class name of the error that a reply brings."""
+
+    def kind(reply: Reply) -> str:
+        assert isinstance(reply.body, Failure), reply
+        return reply.body.kind
+
+    return kind
+
+
+class Block:
+    """Three samples of a field "x", int64, as one block.
+
+    Attributes:
+        spec: of the field.
+        nbytes: of the block.
+    """
+
+    spec = {"x": tq.FieldSpec("int64", (), True)}  # noqa: RUF012
+
+    def __init__(self) -> None:
+        _, self._plans = plan_fields({"x": np.arange(3)})
+        self._layout = block_nbytes(frame.layout(3, self._plans))
+        self.nbytes = self._layout.nbytes
+
+    def laid_out(self, grant: int) -> np.ndarray:
+        """Its bytes under a grant, checked."""
+        room = np.empty(self.nbytes + 64, np.uint8)
+        start = -room.ctypes.data % 64
+        out = room[start : start + self.nbytes]
+        write_block(out, grant, self._layout, self._plans, checksum=True)
+        return out
+
+    def place(self, granted: Range, at: int = 0) -> Range:
+        """Where it lies in a grant."""
+        return replace(granted, start=granted.start + at, stop=granted.start + at + self.nbytes)
+
+    def commit(self, partition: int, where: Range, *, remote: bool) -> Commit:
+        return Commit(partition, where, remote, 3, 24, self.spec, None, {}, 0, 0, 0, None)
+
+
+@pytest.fixture
+def block() -> Block:
+    return Block()

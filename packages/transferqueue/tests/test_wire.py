@@ -1,121 +1,91 @@
-"""What a server does with peers that are wrong, hostile, old, or repeat themselves."""
+"""What a server does with ZeroMQ peers that are wrong, old, or repeat themselves."""
 
 import socket
 import threading
-from collections.abc import Buffer, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 import transferqueue as tq
-import zmq
-from transferqueue.samplers import InOrder
-from transferqueue.values import frame
-from transferqueue.values.encode import plan_fields
+from msgspec.structs import replace
+from transferqueue.samplers import Groups
+from transferqueue.scheduling.wanted import Wanted
 from transferqueue.wire.messages import (
+    CHUNK,
     PROTOCOL,
     Ack,
+    Cancel,
     Commit,
+    Committed,
     CommitUpdate,
     Done,
-    Failure,
     Fetch,
+    Goodbye,
+    Granted,
     Hello,
     Leased,
+    Locate,
+    Located,
+    Places,
+    Range,
     Read,
     ReadStats,
+    Release,
     Reply,
     Request,
-    RequestBody,
     Reserve,
-    Reserved,
     Stats,
-    Store,
+    TakeSlab,
+    Values,
     Welcome,
-    decode_reply,
+    Write,
     encoder,
 )
 
-
-class Raw:
-    """A peer that says exactly what a test tells it to."""
-
-    def __init__(self, address: str) -> None:
-        self.context = zmq.Context()
-        self.socket = self.context.socket(zmq.DEALER)
-        self.socket.setsockopt(zmq.LINGER, 0)
-        self.socket.setsockopt(zmq.RCVTIMEO, 20_000)
-        self.socket.connect(address)
-
-    def hello(self, token: str = "", client: int = 7, protocol: int = PROTOCOL) -> Reply:
-        return self.ask(0, Hello(protocol, token, client))
-
-    def ask(
-        self, number: int, body: RequestBody, *payload: Buffer, low: int = 0, timeout: float = 20.0
-    ) -> Reply:
-        return self.say(encoder.encode(Request(number, low, timeout, body)), *payload)
-
-    def say(self, *frames: Buffer) -> Reply:
-        self.socket.send_multipart(frames)
-        return self.hear()
-
-    def hear(self) -> Reply:
-        return decode_reply(self.socket.recv_multipart()[0])
-
-    def hears_nothing(self, milliseconds: int = 200) -> bool:
-        return not self.socket.poll(milliseconds)
-
-    def close(self) -> None:
-        self.context.destroy(linger=0)
-
-
-@contextmanager
-def raw(address: str) -> Iterator[Raw]:
-    peer = Raw(address)
-    try:
-        yield peer
-    finally:
-        peer.close()
+Speak = Callable[[str], Any]
+Kind = Callable[[Reply], str]
 
 
 def unit_address(queue: tq.Client, unit: int = 0) -> str:
-    return f"tcp://127.0.0.1:{queue._servers.addresses[unit].port}"
+    return queue.stats().units[unit].address
 
 
-def failure(reply: Reply) -> str:
-    assert isinstance(reply.body, Failure), reply
-    return reply.body.kind
+def fetch_of(part: tq.Partition, count: int) -> Fetch:
+    return Fetch(part._calls.number, Wanted("t", count), None, False, 60.0)
 
 
 @pytest.mark.parametrize("which", ["controller", "unit"])
 def test_bytes_that_are_no_message_are_refused_and_disturb_nobody(
-    which: str, capfd: pytest.CaptureFixture[str]
+    which: str, speak: Speak, kind_of: Kind, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    with tq.serve(1) as store, tq.connect(store) as queue:
+    with tq.serve(1) as store, tq.connect(store, transport="zmq") as queue:
         part = queue.partition("p", tasks={"t": ["x"]})
         address = store.address if which == "controller" else unit_address(queue)
         good = encoder.encode(Request(1, 0, 1.0, ReadStats()))
-        with raw(address) as peer:
-            for junk in (
-                [b""],
-                [b"\xc1"],
-                [b"junk " * 1000],
-                [good[:-1]],
-                [good, b"", b""],
-                [b"", good],
-                [msgspec.msgpack.encode([1, 0, 1.0, ["NoSuchRequest"]])],
-                [msgspec.msgpack.encode([1, 0, 1.0, ["Read", ["a"], None]])],
-                [msgspec.msgpack.encode([1, 0, 1e300, ["ReadStats"]])],
-                [msgspec.msgpack.encode([1, 0, float("nan"), ["ReadStats"]])],
-                [b"\x91" * 100_000],
-                [b"\x94\x01\x00\xcb" + bytes(8) + b"\x93\xa4Read\xdd\xff\xff\xff\xff"],
-            ):
-                assert failure(peer.say(*junk)) == "Malformed", junk
-            assert failure(peer.ask(1, ReadStats())) == "HelloRequired"
-            assert isinstance(peer.hello().body, Welcome)
-            wrong = Ack(0, 1) if which == "unit" else Read([], None)
-            assert failure(peer.ask(2, wrong)) == "Malformed"
+        peer = speak(address)
+        for junk in (
+            [b""],
+            [b"\xc1"],
+            [b"junk " * 1000],
+            [good[:-1]],
+            [good, b"", b""],
+            [b"", good],
+            [msgspec.msgpack.encode([1, 0, 1.0, ["NoSuchRequest"]])],
+            [msgspec.msgpack.encode([1, 0, 1.0, ["Read", ["a"], None]])],
+            [msgspec.msgpack.encode([1, 0, 1e300, ["ReadStats"]])],
+            [msgspec.msgpack.encode([1, 0, -1.0, ["ReadStats"]])],
+            [msgspec.msgpack.encode([1, 0, float("nan"), ["ReadStats"]])],
+            [b"\x91" * 100_000],
+            [b"\x94\x01\x00\xcb" + bytes(8) + b"\x93\xa7Release\x01\xdd\xff\xff\xff\xff"],
+            [b"\x94\x01\x00\xcb" + bytes(8) + b"\x93\xa7Release\x01\xdd\x0f\xff\xff\xff"],
+        ):
+            assert kind_of(peer.say(*junk)) == "Malformed", junk
+        assert kind_of(peer.ask(1, ReadStats())) == "HelloRequired"
+        assert isinstance(peer.hello().body, Welcome)
+        wrong = Ack(0, 1) if which == "unit" else Read(Places(0, [], []), None)
+        assert kind_of(peer.ask(2, wrong)) == "Malformed"
         host, port = address.removeprefix("tcp://").split(":")
         with socket.create_connection((host, int(port))) as stranger:
             stranger.sendall(b"GET / HTTP/1.1\r\n\r\n" * 50)
@@ -126,115 +96,320 @@ def test_bytes_that_are_no_message_are_refused_and_disturb_nobody(
     assert "Traceback" not in said
 
 
-def test_requests_with_senseless_numbers_are_refused(store: tq.Server, queue: tq.Client, name: str) -> None:
+def test_requests_with_senseless_numbers_are_refused(
+    store: tq.Server, queue: tq.Client, name: str, speak: Speak, kind_of: Kind, block: Any
+) -> None:
     part = queue.partition(name, tasks={"t": ["x"]})
-    number = part._calls.number
-    spec = {"x": tq.FieldSpec("int64", (), True)}
-    with raw(store.address) as peer:
-        peer.hello()
-        fetch = Fetch(number, "t", 1, InOrder(), None, None, None, False, 60.0)
-        for at, (body, kind) in enumerate(
-            [
-                (Reserve(99, 1, 1, spec, None, {}), "UnknownName"),
-                (Reserve(-1, 1, 1, spec, None, {}), "UnknownName"),
-                (Reserve(number, -1, 1, spec, None, {}), "InvalidArgument"),
-                (Reserve(number, 1, -1, spec, None, {}), "InvalidArgument"),
-                (Commit(12345, spec, None, {}, 0, 0), "Timeout"),
-                (CommitUpdate(number, [1], spec, 1), "UnknownSample"),
-                (msgspec.structs.replace(fetch, count=0), "InvalidArgument"),
-                (msgspec.structs.replace(fetch, lease_seconds=-1.0), "InvalidArgument"),
-                (msgspec.structs.replace(fetch, lease_seconds=float("nan")), "InvalidArgument"),
-                (msgspec.structs.replace(fetch, sampler=tq.samplers.Groups(0)), "InvalidArgument"),
-                (msgspec.structs.replace(fetch, task="nobody"), "UnknownName"),
-            ],
-            start=1,
-        ):
-            assert failure(peer.ask(at, body)) == kind, body
-        reserved = peer.ask(50, Reserve(number, 2, 64, spec, None, {})).body
-        assert isinstance(reserved, Reserved)
-        assert failure(peer.ask(51, Commit(reserved.reservation, spec, ["g"], {}, 0, 0))) == "InvalidArgument"
-    assert queue.stats()["partitions"][name]["reserved_samples"] == 0
-    assert part.ledger("t").pending == []
+    ids = part.put({"x": np.arange(2)}).tolist()
+    number, spec = part._calls.number, block.spec
+    peer = speak(store.address)
+    peer.hello()
+    granted = peer.ask(1, TakeSlab(False)).body
+    assert isinstance(granted, Granted)
+    fetch = fetch_of(part, 1)
+    wanted = fetch.wanted
+    reserve = Reserve(number, 1, 64, 8, spec, None, {}, None, False)
+    here = block.place(granted.range)
+    commit = block.commit(number, here, remote=False)
+    update = CommitUpdate(number, here, False, ids, 16, spec, None)
+    for at, (body, kind) in enumerate(
+        [
+            (replace(reserve, partition=99), "UnknownName"),
+            (replace(reserve, partition=-1), "UnknownName"),
+            (replace(reserve, rows=-1), "InvalidArgument"),
+            (replace(reserve, rows=1 << 40), "TooLarge"),
+            (replace(reserve, span=-1), "InvalidArgument"),
+            (replace(reserve, span=0), "InvalidArgument"),
+            (replace(reserve, span=1 << 60), "InvalidArgument"),
+            (replace(reserve, nbytes=-1), "InvalidArgument"),
+            (replace(commit, partition=99), "UnknownName"),
+            (replace(commit, rows=0), "InvalidArgument"),
+            (replace(commit, rows=1 << 38), "TooLarge"),
+            (replace(commit, nbytes=-1), "InvalidArgument"),
+            (replace(commit, versions=[1, 2]), "InvalidArgument"),
+            (replace(commit, versions=1 << 63), "InvalidArgument"),
+            (replace(commit, priorities=[1, 2, (1 << 64) - 1]), "InvalidArgument"),
+            (replace(commit, lengths=[]), "InvalidArgument"),
+            (replace(commit, groups=["g"]), "InvalidArgument"),
+            (replace(commit, range=Range(12345, 0, 0, 64)), "InvalidArgument"),
+            (replace(update, nbytes=-1), "InvalidArgument"),
+            (replace(update, ids=[1]), "UnknownSample"),
+            (replace(update, ids=[], nbytes=0), "InvalidArgument"),
+            (replace(update, lengths=[1]), "InvalidArgument"),
+            (replace(fetch, wanted=replace(wanted, count=0)), "InvalidArgument"),
+            (replace(fetch, wanted=replace(wanted, sampler=Groups(0))), "InvalidArgument"),
+            (replace(fetch, wanted=replace(wanted, task="nobody")), "UnknownName"),
+            (replace(fetch, lease_seconds=-1.0), "InvalidArgument"),
+            (replace(fetch, lease_seconds=float("nan")), "InvalidArgument"),
+            (Locate(number, [-1], None), "UnknownSample"),
+            (Locate(number, [ids[0], ids[0]], None), "InvalidArgument"),
+        ],
+        start=10,
+    ):
+        assert kind_of(peer.ask(at, body)) == kind, body
+    assert queue.stats().partitions[name].samples == 2
+    assert part.ledger("t").pending == ids
 
 
-def test_a_payload_that_does_not_fit_its_description_is_refused(queue: tq.Client) -> None:
-    header, payload = frame.encode(*plan_fields({"x": np.arange(3)}))
-    with raw(unit_address(queue)) as peer:
-        peer.hello()
-        samples = queue.stats()["units"][0]["samples"]
-        wrong = msgspec.structs.replace(header, checksum=header.checksum ^ 1)
-        assert failure(peer.ask(1, Store([1, 2, 3], wrong, True), payload)) == "Corrupt"
-        assert failure(peer.ask(2, Store([1, 2, 3], header, True), payload[:-1])) == "Corrupt"
-        assert failure(peer.ask(3, Store([1, 2, 3], header, True))) == "Corrupt"
-        assert failure(peer.ask(4, Store([1, 2], header, True), payload)) == "InvalidArgument"
-        assert queue.stats()["units"][0]["samples"] == samples
+def test_a_commit_may_name_only_memory_that_is_its_own(
+    store: tq.Server, queue: tq.Client, name: str, speak: Speak, kind_of: Kind, block: Any
+) -> None:
+    """Exactly: nothing outside the grant, nothing twice, nothing of another client."""
+    number = queue.partition(name, tasks={"t": ["x"]})._calls.number
+    peer, other = speak(store.address), speak(store.address)
+    peer.hello(client=21)
+    other.hello(client=22)
+    granted, theirs = peer.ask(1, TakeSlab(False)).body, other.ask(1, TakeSlab(False)).body
+    assert isinstance(granted, Granted)
+    assert isinstance(theirs, Granted)
+    where = granted.range
+    for at in range(200):
+        reply = peer.ask(10 + at, block.commit(number, block.place(where, at * block.nbytes), remote=False))
+        assert isinstance(reply.body, Committed)
+    for at, wrong in enumerate(
+        [
+            block.place(where),  # the first, long before
+            block.place(where, 100 * block.nbytes + 64),
+            block.place(where, 300 * block.nbytes + 1),
+            replace(block.place(where, 300 * block.nbytes), stop=where.stop + 64),
+            replace(where, start=where.start - 64),
+            replace(where, start=where.stop, stop=where.stop),
+            replace(where, start=where.stop - 64, stop=where.start),
+            replace(where, arena=where.arena + 1),
+            replace(where, start=-64, stop=0),
+            where,
+            block.place(theirs.range),
+            replace(theirs.range, grant=where.grant),
+            replace(where, grant=theirs.range.grant),
+        ],
+        start=1000,
+    ):
+        assert kind_of(peer.ask(at, block.commit(number, wrong, remote=False))) == "InvalidArgument", wrong
+    last = block.place(where, 300 * block.nbytes)
+    assert isinstance(peer.ask(2000, block.commit(number, last, remote=False)).body, Committed)
+    assert queue.stats().partitions[name].samples == 603
 
 
-def test_a_repeated_request_has_one_effect(store: tq.Server, queue: tq.Client, name: str) -> None:
+def test_a_payload_that_does_not_fit_its_description_is_refused(
+    store: tq.Server, queue: tq.Client, name: str, speak: Speak, kind_of: Kind, block: Any
+) -> None:
+    """Nor one that would lie outside its grant: it never lands."""
     part = queue.partition(name, tasks={"t": ["x"]})
+    controller = speak(store.address)
+    controller.hello(client=31)
+    granted = controller.ask(1, TakeSlab(True)).body
+    assert isinstance(granted, Granted)
+    unit = speak(unit_address(queue, granted.unit))
+    unit.hello(client=31)
+    where = block.place(granted.range)
+    good = bytes(block.laid_out(where.grant))
+    changed = bytearray(good)
+    changed[-64] ^= 1
+    wide = replace(where, stop=where.stop + 64)
+    outside = Range(where.grant, where.arena, granted.range.stop, granted.range.stop + block.nbytes)
+    before = part.put({"x": np.arange(100, 103)})
+    for at, (body, payload, kind) in enumerate(
+        [
+            (Write(where, 0), bytes(changed), "Corrupt"),
+            (Write(wide, 0), good + bytes(64), "Corrupt"),
+            (Write(where, 0), b"", "Corrupt"),
+            (Write(where, 0), good[:10], "Corrupt"),
+            (Write(where, 0), good + b"0", "Corrupt"),
+            (Write(where, 0), bytes(block.laid_out(where.grant + 1)), "UnknownSample"),
+            (Write(replace(where, grant=where.grant + 1), 0), good, "InvalidArgument"),
+            (Write(replace(where, arena=where.arena + 1), 0), good, "InvalidArgument"),
+            (Write(outside, 0), good, "InvalidArgument"),
+            (Write(replace(where, start=-64), 0), good, "InvalidArgument"),
+            (Write(replace(where, start=where.stop, stop=where.start), 0), good, "InvalidArgument"),
+        ],
+        start=1,
+    ):
+        assert kind_of(unit.ask(at, body, payload)) == kind, at
+    assert part.get(before)["x"].values.tolist() == [100, 101, 102]
+    assert part.ledger("t").pending == before.tolist()
+
+
+def test_a_read_of_places_that_are_not_there_is_refused(
+    store: tq.Server, queue: tq.Client, name: str, speak: Speak, kind_of: Kind
+) -> None:
+    part = queue.partition(name, tasks={"t": ["x"]})
+    ids = part.put({"x": np.arange(3)}).tolist()
+    controller, unit = speak(store.address), speak(unit_address(queue))
+    controller.hello()
+    unit.hello()
+    located = controller.ask(1, Locate(part._calls.number, ids, None)).body
+    assert isinstance(located, Located)
+    places = located.places
+    [handle] = places.blocks
+    for at, (wrong, kind) in enumerate(
+        [
+            (replace(places, rows=1 << 60), "InvalidArgument"),
+            (replace(places, rows=-1), "InvalidArgument"),
+            (replace(places, runs=[(0, 3, 1, 0)]), "InvalidArgument"),
+            (replace(places, runs=[(0, 3, -1, 0)]), "InvalidArgument"),
+            (replace(places, runs=[(0, 3, 0, 1)]), "InvalidArgument"),
+            (replace(places, runs=[(-1, 3, 0, 0)]), "InvalidArgument"),
+            (replace(places, runs=[(2, 3, 0, 0)]), "InvalidArgument"),
+            (replace(places, runs=[(0, -3, 0, 0)]), "InvalidArgument"),
+            (replace(places, blocks=[replace(handle, grant=handle.grant + 1)]), "UnknownSample"),
+            (replace(places, blocks=[replace(handle, start=handle.start + 64)]), "UnknownSample"),
+            (replace(places, blocks=[replace(handle, stop=handle.stop + 64)]), "Corrupt"),
+            (replace(places, blocks=[replace(handle, stop=handle.start)]), "Corrupt"),
+            (replace(places, blocks=[replace(handle, arena=99)]), "Corrupt"),
+            (replace(places, blocks=[replace(handle, start=-64)]), "Corrupt"),
+            (replace(places, blocks=[replace(handle, stop=1 << 62)]), "Corrupt"),
+        ],
+        start=1,
+    ):
+        assert kind_of(unit.ask(at, Read(wrong, None))) == kind, wrong
+    assert kind_of(unit.ask(90, Read(places, ["x", "y"]))) == "FieldNotReady"
+    assert isinstance(unit.ask(91, Read(places, None)).body, Values)
+
+
+def test_a_repeated_request_has_one_effect(
+    store: tq.Server, queue: tq.Client, name: str, speak: Speak, block: Any
+) -> None:
+    part = queue.partition(name, tasks={"t": ["x"]})
+    peer = speak(store.address)
+    peer.hello(client=11)
+    granted = peer.ask(1, TakeSlab(True)).body
+    assert isinstance(granted, Granted)
+    assert peer.ask(1, TakeSlab(True)).body == granted
+    where = block.place(granted.range)
+    unit = speak(unit_address(queue, granted.unit))
+    unit.hello(client=11)
+    for _ in range(2):
+        assert isinstance(unit.ask(1, Write(where, 0), block.laid_out(where.grant)).body, Done)
+    commit = block.commit(part._calls.number, where, remote=True)
+    first = peer.ask(2, commit).body
+    assert isinstance(first, Committed)
+    ids = list(range(first.first, first.first + 3))
+    for _ in range(2):
+        assert peer.ask(2, commit).body == first
+    fetch = fetch_of(part, 2)
+    leased = peer.ask(3, fetch).body
+    assert isinstance(leased, Leased)
+    assert leased.ids == ids[:2]
+    again = speak(store.address)  # the same client by another connection
+    again.hello(client=11, outstanding=[3])
+    assert again.ask(3, fetch).body == leased
+    for _ in range(2):
+        assert isinstance(again.ask(4, Ack(part._calls.number, leased.lease)).body, Done)
+    # Once the client says it has the answers, a late duplicate is dropped without one.
+    assert isinstance(again.ask(5, ReadStats(), low=5).body, Stats)
+    again.send(encoder.encode(Request(3, 0, 1.0, fetch)))
+    assert again.hears_nothing()
+    ledger = part.ledger("t")
+    assert (set(ledger.acked), ledger.pending, ledger.leased) == (set(ids[:2]), ids[2:], [])
+
+
+def test_while_an_old_request_waits_later_answers_are_forgotten_and_their_repeats_dropped(
+    store: tq.Server, queue: tq.Client, name: str, speak: Speak, block: Any
+) -> None:
+    part = queue.partition(name, tasks={"t": ["x"], "other": ["x"]})
     number = part._calls.number
-    header, payload = frame.encode(*plan_fields({"x": np.arange(3)}))
-    spec = {"x": tq.FieldSpec("int64", (), True)}
-    with raw(store.address) as peer:
-        peer.hello(client=11)
-        reserve = Reserve(number, 3, len(payload), spec, None, {})
-        reserved = peer.ask(1, reserve).body
-        assert isinstance(reserved, Reserved)
-        assert peer.ask(1, reserve).body == reserved
-        ids = list(range(reserved.first, reserved.first + 3))
-        with raw(unit_address(queue, reserved.unit)) as unit:
-            unit.hello(client=11)
-            for _ in range(2):
-                assert isinstance(unit.ask(1, Store(ids, header, True), payload).body, Done)
-        for _ in range(3):
-            assert isinstance(peer.ask(2, Commit(reserved.reservation, spec, None, {}, 0, 0)).body, Done)
-        fetch = Fetch(number, "t", 2, InOrder(), None, None, None, False, 60.0)
-        leased = peer.ask(3, fetch).body
-        assert isinstance(leased, Leased)
-        assert leased.ids == ids[:2]
-        with raw(store.address) as reconnected:  # the same client by another connection
-            reconnected.hello(client=11)
-            assert reconnected.ask(3, fetch).body == leased
-            for _ in range(2):
-                assert isinstance(reconnected.ask(4, Ack(number, leased.lease)).body, Done)
-            # Once the client says it has the answers, a late duplicate is dropped without one.
-            assert isinstance(reconnected.ask(5, ReadStats(), low=5).body, Stats)
-            reconnected.socket.send(encoder.encode(Request(3, 0, 1.0, fetch)))
-            assert reconnected.hears_nothing()
-        ledger = part.ledger("t")
-        assert (set(ledger.acked), ledger.pending, ledger.leased) == (set(ids[:2]), ids[2:], [])
+    peer = speak(store.address)
+    peer.hello(client=14)
+    waiting = Fetch(number, Wanted("t", 1000), None, False, 60.0)
+    peer.send(encoder.encode(Request(1, 1, 60.0, waiting)))
+    granted = peer.ask(2, TakeSlab(False), low=1).body
+    assert isinstance(granted, Granted)
+    commit = block.commit(number, block.place(granted.range), remote=False)
+    assert isinstance(peer.ask(3, commit, low=1).body, Committed)
+    peer.send(encoder.encode(Request(4, 1, 1.0, ReadStats(), [2, 3])))
+    assert isinstance(peer.hear().body, Stats)
+    peer.send(encoder.encode(Request(3, 1, 1.0, commit)))
+    assert peer.hears_nothing()
+    assert queue.stats().partitions[name].samples == 3
+
+
+def test_a_release_that_comes_twice_lets_go_once(
+    store: tq.Server, queue: tq.Client, name: str, speak: Speak, eventually: Callable
+) -> None:
+    part = queue.partition(name, tasks={"t": ["x"]})
+    ids = part.put({"x": np.arange(3)}).tolist()
+    peer = speak(store.address)
+    peer.hello(client=15)
+    for at in (1, 2):
+        located = peer.ask(at, Locate(part._calls.number, ids, None)).body
+        assert isinstance(located, Located)
+    [handle] = located.places.blocks
+    part.fetch("t", 3).ack()
+    for _ in range(2):
+        peer.send(encoder.encode(Request(0, 0, 1.0, Release(1, [handle.block]))))
+    assert isinstance(peer.ask(3, ReadStats()).body, Stats)
+    eventually(lambda: queue.stats().memory.pinned_only >= handle.stop - handle.start)
+    peer.send(encoder.encode(Request(0, 0, 1.0, Hello(PROTOCOL, "", 15))))  # an old one, late
+    assert isinstance(peer.hear().body, Welcome)
+    assert queue.stats().memory.pinned_only >= handle.stop - handle.start
+    peer.send(encoder.encode(Request(0, 0, 1.0, Release(2, [handle.block]))))
+    eventually(lambda: queue.stats().memory.pinned_only == 0)
 
 
 def test_a_repeated_waiting_fetch_is_answered_once_where_it_was_last_asked(
-    store: tq.Server, queue: tq.Client, name: str
+    store: tq.Server, queue: tq.Client, name: str, speak: Speak
 ) -> None:
     part = queue.partition(name, tasks={"t": ["x"]})
-    fetch = Fetch(part._calls.number, "t", 1, InOrder(), None, None, None, False, 60.0)
-    with raw(store.address) as old, raw(store.address) as new:
-        old.hello(client=12)
-        old.socket.send(encoder.encode(Request(1, 0, 20.0, fetch)))
-        assert old.hears_nothing(50)
-        new.hello(client=12)
-        new.socket.send(encoder.encode(Request(1, 0, 20.0, fetch)))
-        assert new.hears_nothing(50)
-        part.put({"x": np.arange(2)})
-        assert isinstance(new.hear().body, Leased)
-        assert old.hears_nothing(50)
+    fetch = encoder.encode(Request(1, 0, 20.0, fetch_of(part, 1)))
+    old, new = speak(store.address), speak(store.address)
+    old.hello(client=12)
+    old.send(fetch)
+    assert old.hears_nothing(50)
+    new.hello(client=12, outstanding=[1])
+    new.send(fetch)
+    assert new.hears_nothing(50)
+    part.put({"x": np.arange(2)})
+    assert isinstance(new.hear().body, Leased)
+    assert old.hears_nothing(50)
     assert len(part.ledger("t").leased) == 1
 
 
 def test_a_put_that_is_never_committed_leaves_nothing(
-    store: tq.Server, name: str, eventually: Callable
+    store: tq.Server, name: str, speak: Speak, block: Any
 ) -> None:
     with tq.connect(store) as queue:
         part = queue.partition(name, tasks={"t": ["x"]}, max_samples=3)
-        with raw(store.address) as peer:
-            peer.hello(client=13)
-            spec = {"x": tq.FieldSpec("int64", (), True)}
-            peer.ask(1, Reserve(part._calls.number, 3, 64, spec, None, {}), timeout=0.0)
+        peer = speak(store.address)
+        peer.hello(client=13)
+        reserve = Reserve(part._calls.number, 3, 1 << 20, 24, block.spec, None, {}, None, True)
+        assert isinstance(peer.ask(1, reserve, timeout=0.0).body, Granted)
         with pytest.raises(tq.Full):
             part.put({"x": np.arange(1)}, timeout=0)
         part.put({"x": np.arange(3)}, timeout=20)  # once the reservation has lapsed
+
+
+@pytest.mark.parametrize("step", ["waits for room", "waits for its bytes"])
+def test_a_waiting_put_that_is_given_up_leaves_nothing(
+    step: str,
+    store: tq.Server,
+    queue: tq.Client,
+    name: str,
+    speak: Speak,
+    kind_of: Kind,
+    block: Any,
+    eventually: Callable,
+) -> None:
+    part = queue.partition(name, tasks={"t": ["x"]}, max_samples=3)
+    part.put({"x": np.arange(3)})
+    before = queue.stats().memory
+    room = step == "waits for room"
+    peer = speak(store.address)
+    peer.hello()
+    granted = peer.ask(1, TakeSlab(not room)).body
+    assert isinstance(granted, Granted)
+    for at in range(10, 30, 2):
+        commit = block.commit(part._calls.number, block.place(granted.range), remote=not room)
+        peer.send(encoder.encode(Request(at, at, 20.0, commit)))
+        assert peer.hears_nothing(20)
+        answers = {reply.id: reply for reply in (peer.ask(at + 1, Cancel(at), low=at), peer.hear())}
+        assert kind_of(answers[at]) == "Timeout"
+        granted = peer.ask(1000 + at, TakeSlab(not room)).body
+        assert isinstance(granted, Granted)
+    assert queue.stats().waiting_puts == 0
+    peer.ask(3000, Goodbye())
+    eventually(lambda: queue.stats().memory == before)
+    part.fetch("t", 3).ack()
+    assert len(part.put({"x": np.arange(3)}, timeout=5)) == 3
 
 
 @pytest.fixture(scope="module")
@@ -243,54 +418,75 @@ def guarded() -> Iterator[tq.Server]:
         yield server
 
 
-def test_a_token_is_demanded_on_every_connection(guarded: tq.Server) -> None:
+def test_a_token_is_demanded_on_every_connection(guarded: tq.Server, speak: Speak, kind_of: Kind) -> None:
     for token in (None, "", "wrong", "secret "):
         with pytest.raises(tq.Unauthorized, match="token"):
             tq.connect(guarded.address, token)
-    with tq.connect(guarded.address, "secret") as queue:
+    with tq.connect(guarded.address, "secret", transport="zmq") as queue:
         part = queue.partition("p", tasks={"t": ["x"]})
         ids = part.put({"x": np.arange(3)})
         for address in (guarded.address, unit_address(queue)):
-            with raw(address) as peer:
-                assert failure(peer.ask(1, Read(ids.tolist(), None))) == "HelloRequired"
-                assert failure(peer.hello("wrong")) == "Unauthorized"
-                assert failure(peer.ask(2, Read(ids.tolist(), None))) == "HelloRequired"
+            peer = speak(address)
+            assert kind_of(peer.ask(1, ReadStats())) == "HelloRequired"
+            assert kind_of(peer.hello("wrong")) == "Unauthorized"
+            assert kind_of(peer.ask(2, ReadStats())) == "HelloRequired"
         assert part.get(ids)["x"].values.tolist() == [0, 1, 2]
 
 
 async def test_the_async_client_is_refused_alike(guarded: tq.Server) -> None:
-    with pytest.raises(tq.Unauthorized):
-        await tq.connect_async(guarded.address, "wrong")
-    await (await tq.connect_async(guarded)).close()
+    for transport in ("zmq", "shm"):
+        with pytest.raises(tq.Unauthorized):
+            await tq.connect_async(guarded.address, "wrong", transport=transport)
+        await (await tq.connect_async(guarded, transport=transport)).close()
 
 
-def test_another_protocol_version_is_refused_with_the_way_out(
-    store: tq.Server, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("protocol", [0, PROTOCOL - 1, PROTOCOL + 1, -1, 1 << 40])
+def test_another_protocol_version_is_refused(
+    protocol: int, store: tq.Server, speak: Speak, kind_of: Kind
 ) -> None:
-    with raw(store.address) as peer:
-        reply = peer.hello(protocol=PROTOCOL + 1)
-        assert failure(reply) == "ProtocolMismatch"
-    monkeypatch.setattr("transferqueue.wire.link.PROTOCOL", PROTOCOL + 1)
+    peer = speak(store.address)
+    reply = peer.hello(protocol=protocol)
+    assert kind_of(reply) == "ProtocolMismatch"
+    assert reply.id == 0
+    assert kind_of(peer.ask(1, ReadStats())) == "HelloRequired"
+
+
+@pytest.mark.parametrize(("transport", "module"), [("zmq", "link"), ("shm", "local_session")])
+def test_a_client_of_another_version_is_told_the_way_out(
+    transport: str, module: str, store: tq.Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(f"transferqueue.wire.{module}.PROTOCOL", PROTOCOL + 1)
     with pytest.raises(tq.ProtocolMismatch, match="install the same transferqueue") as caught:
-        tq.connect(store)
+        tq.connect(store, transport=transport)
     assert (caught.value.got, caught.value.expected) == (PROTOCOL + 1, PROTOCOL)
 
 
-def test_messages_beyond_the_frame_limit_are_refused() -> None:
-    with tq.serve(1, max_frame_bytes="64KiB") as store, tq.connect(store) as queue:
+@pytest.mark.parametrize("transport", ["zmq", "shm"])
+def test_messages_beyond_the_frame_limit_are_refused(transport: str, speak: Speak) -> None:
+    with tq.serve(1, max_frame_bytes="64KiB") as store, tq.connect(store, transport=transport) as queue:
         part = queue.partition("p", tasks={"t": ["x"]})
         with pytest.raises(tq.TooLarge) as caught:
             part.put({"x": [b"0" * 70_000]})
         assert caught.value.limit == 65_536
         for _ in range(2):
             part.put({"x": [b"0" * 40_000]})
-        with pytest.raises(tq.TooLarge, match="fewer"):
-            part.fetch("t", 2)
-        with raw(store.address) as peer:
-            peer.hello()
-            peer.socket.send(b"0" * 100_000)  # the connection is cut; nobody else notices
-            assert peer.hears_nothing()
+        if transport == "zmq":
+            with pytest.raises(tq.TooLarge, match="fewer"):
+                part.fetch("t", 2)
+        peer = speak(unit_address(queue))
+        peer.hello()
+        peer.send(bytes(1 << 27))  # the connection is cut; nobody else notices
+        assert peer.hears_nothing()
         assert len(part.fetch("t", 1, timeout=20)) == 1
+
+
+def test_large_payload_goes_in_parts_and_comes_back_whole(store: tq.Server, name: str) -> None:
+    values = np.random.default_rng(0).integers(0, 1 << 62, (3, CHUNK // 8 + 5))
+    with tq.connect(store, transport="zmq") as queue:
+        part = queue.partition(name, tasks={"t": ["x"]})
+        ids = part.put({"x": list(values)})
+        for row, value in zip(part.get(ids)["x"], values, strict=True):
+            np.testing.assert_array_equal(row, value)
 
 
 def test_off_loopback_demands_a_token() -> None:
@@ -299,13 +495,13 @@ def test_off_loopback_demands_a_token() -> None:
             tq.serve(1, host=host)
     with tq.serve(1, host="0.0.0.0", token="secret") as store:
         address = store.address.replace("0.0.0.0", "127.0.0.1")
-        with tq.connect(address, "secret") as queue:
+        with tq.connect(address, "secret", transport="zmq") as queue:
             part = queue.partition("p", tasks={"t": ["x"]})
             assert len(part.put({"x": np.arange(3)})) == 3
             assert len(part.fetch("t", 3)) == 3
 
 
-class Proxy:
+class Relay:
     """A TCP relay whose connections a test can cut."""
 
     def __init__(self, address: str) -> None:
@@ -315,6 +511,8 @@ class Proxy:
         self.address = f"tcp://127.0.0.1:{self.listener.getsockname()[1]}"
         self.pairs: list[tuple[socket.socket, socket.socket]] = []
         self.accepted = 0
+        self.mute = False  # what servers say is lost
+        self.refuses = False
         self.threads = [threading.Thread(target=self._accept)]
         self.threads[0].start()
 
@@ -324,19 +522,22 @@ class Proxy:
                 near, _ = self.listener.accept()
             except OSError:
                 return
+            if self.refuses:
+                near.close()
+                continue
             far = socket.create_connection(self.target)
             self.pairs.append((near, far))
             self.accepted += 1
             for source, sink in ((near, far), (far, near)):
-                thread = threading.Thread(target=self._pump, args=(source, sink))
+                thread = threading.Thread(target=self._pump, args=(source, sink, sink is near))
                 self.threads.append(thread)
                 thread.start()
 
-    @staticmethod
-    def _pump(source: socket.socket, sink: socket.socket) -> None:
+    def _pump(self, source: socket.socket, sink: socket.socket, answers: bool) -> None:
         try:
             while data := source.recv(65_536):
-                sink.sendall(data)
+                if not (answers and self.mute):
+                    sink.sendall(data)
             sink.shutdown(socket.SHUT_RDWR)
         except OSError:
             return  # cut
@@ -360,9 +561,9 @@ class Proxy:
 
 
 def test_cut_connections_lose_and_repeat_nothing(store: tq.Server, name: str) -> None:
-    proxy = Proxy(store.address)
+    relay = Relay(store.address)
     try:
-        with tq.connect(proxy.address) as queue, tq.connect(store) as direct:
+        with tq.connect(relay.address, transport="zmq") as queue, tq.connect(store) as direct:
             part = queue.partition(name, tasks={"t": ["x"]})
             seen: list[int] = []
 
@@ -375,13 +576,53 @@ def test_cut_connections_lose_and_repeat_nothing(store: tq.Server, name: str) ->
             consumer.start()
             for start in range(0, 60, 2):
                 if start % 6 == 0:
-                    proxy.cut()
+                    relay.cut()
                 part.put({"x": np.arange(start, start + 2)})
             part.close()
             consumer.join(60)
             assert seen == list(range(60))
-            assert proxy.accepted >= 5
+            assert relay.accepted >= 5
             ledger = direct.partition(name).ledger("t")
             assert (len(ledger.acked), ledger.dropped, ledger.leased, ledger.pending) == (60, {}, [], [])
     finally:
-        proxy.close()
+        relay.close()
+
+
+def test_what_failed_for_want_of_the_controller_is_undone_when_it_is_reached_again(
+    store: tq.Server, queue: tq.Client, name: str, eventually: Callable
+) -> None:
+    """What raised may have been done, and its caller may do it again: it must not stay."""
+    relay = Relay(store.address)
+    try:
+        with tq.connect(relay.address, transport="zmq", reconnect_seconds=0.2) as remote:
+            part, here = remote.partition(name, tasks={"t": ["x"]}), queue.partition(name)
+            part.put({"x": np.arange(3)})
+            relay.mute = True
+            failed: list[BaseException] = []
+
+            def attempt(call: Callable[[], object]) -> None:
+                try:
+                    call()
+                except tq.QueueError as error:
+                    failed.append(error)
+
+            calls: list[Callable[[], object]] = [
+                lambda: part.fetch("t", 3, timeout=60),
+                lambda: part.put({"x": np.arange(10, 12)}, timeout=60),
+            ]
+            callers = [threading.Thread(target=attempt, args=(call,)) for call in calls]
+            for caller in callers:
+                caller.start()
+            eventually(lambda: len(here.ledger("t").leased) == 3)
+            eventually(lambda: queue.stats().partitions[name].samples == 5)
+            relay.refuses = True
+            relay.cut()
+            for caller in callers:
+                caller.join(20)
+            assert [type(error) for error in failed] == [tq.ControllerLost] * 2
+            relay.refuses = relay.mute = False
+            assert here.fetch("t", 3, timeout=20)["x"].values.tolist() == [0, 1, 2]
+            eventually(lambda: queue.stats().partitions[name].samples == 3)
+            assert len(here.ledger("t").dropped) == 2
+    finally:
+        relay.close()
