@@ -323,6 +323,32 @@ def test_a_server_that_does_not_know_the_token_gets_no_bytes(monkeypatch: pytest
 
 
 @needs_ucx
+def test_a_client_that_skips_the_proof_gets_no_bytes(
+    unit: ServerProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It does as if all were well, and asks."""
+
+    async def intrude(self: Any, token: str, until: float) -> None:
+        theirs = await self._stream_receive(len(self._hello()[0]), until)
+        mine, tag = self._hello()
+        await self._stream_send(mine + b"?" * 32, until)
+        self._set_tags(tag, int.from_bytes(theirs[-8:], "little"))
+
+    monkeypatch.setattr(ucx_connection.Connection, "introduce", intrude)
+    intruder = Writer(unit.port)
+    try:
+        with pytest.raises((ucx_connection.Broken, DeadlinePassed)):
+            _ask(intruder)
+    finally:
+        intruder.transport.close()
+
+
+def _ask(intruder: "Writer") -> None:
+    intruder.tell(ucx_connection.ReadRequest([(7, 0, 100)], 5.0))
+    intruder.hear(5)
+
+
+@needs_ucx
 def test_another_version_of_the_protocol_is_refused(
     unit: ServerProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -487,6 +513,7 @@ def test_a_forked_child_is_told_why_it_cannot_use_ucx(unit: ServerProcess) -> No
     if not child:
         print(ucx.probe().why, flush=True)
         transport.close()
+        os._exit(0)  # as multiprocessing's children do
     else:
         assert os.waitpid(child, 0)[1] == 0
         transport.ping(timeout=30).result(40)
@@ -502,6 +529,29 @@ def test_a_forked_child_is_told_why_it_cannot_use_ucx(unit: ServerProcess) -> No
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert "forked" in done.stdout
+
+
+@needs_ucx
+def test_a_request_whose_connection_breaks_is_repeated_on_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    breaks = iter([True, True])
+    answer = ucx.UcxServer._answer
+
+    async def answer_later(self: Any, connection: Any) -> None:
+        if next(breaks, False):
+            await connection.hear(None)
+            raise ucx_connection.Broken("as if the network had")
+        await answer(self, connection)
+
+    monkeypatch.setattr(ucx.UcxServer, "_answer", answer_later)
+    arenas = Arenas()
+    server = ucx.UcxServer(arenas, token=TOKEN)
+    transport = ucx.UcxTransport("127.0.0.1", server.port, token=TOKEN)
+    block = np.full(2 * MIB, 9, np.uint8)
+    transport.write(1, 7, 0, len(block), block, timeout=30).result(40)
+    assert arenas.seen == [(1, 7, 0, len(block))]
+    assert next(breaks, None) is None
+    transport.close()
+    server.close()
 
 
 # -- a writer that misbehaves --------------------------------------------------------------------------------
@@ -524,8 +574,8 @@ class Writer:
     def tell(self, message: Any) -> None:
         self.do(lambda: self.connection.tell(message, self.until()))
 
-    def hear(self) -> Any:
-        return self.do(lambda: self.connection.hear(self.until()))
+    def hear(self, seconds: float = 30) -> Any:
+        return self.do(lambda: self.connection.hear(self.runtime.loop.time() + seconds))
 
     def send(self, data: bytes) -> None:
         self.do(lambda: self.connection.send(np.frombuffer(data, np.uint8), self.until()))
@@ -594,12 +644,13 @@ def test_a_writer_that_stalls_is_cut_off_at_its_own_deadline(
 @needs_ucx
 @pytest.mark.parametrize("size", [0, ucx_connection.MAX_BODY + 1, 1 << 63, 3])
 def test_a_message_that_is_none_ends_its_connection_only(
-    served: tuple[ucx.UcxServer, Arenas, Writer], size: int
+    served: tuple[ucx.UcxServer, Arenas, Writer], size: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     server, _, writer = served
     writer.send(size.to_bytes(8, "little") + b"\xc1" * 504)
     with pytest.raises(ucx_connection.Broken):
         writer.hear()
+    assert f"Malformed: a message of {size} bytes" in caplog.text or size == 3
     other = ucx.UcxTransport("127.0.0.1", server.port, token=TOKEN)
     other.ping(timeout=30).result(40)
     other.close()
