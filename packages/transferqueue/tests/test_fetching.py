@@ -31,6 +31,28 @@ def test_a_length_sampler_needs_to_know_lengths(queue: tq.Client, name: str) -> 
         part.fetch("t", 1, sampler=TokenBudget(10))
 
 
+def test_lengths_are_elements_or_the_numbers_themselves(queue: tq.Client, name: str) -> None:
+    part = queue.partition(name, tasks={"t": ["cost"]}, length_field="cost")
+    part.put({"cost": np.array([3, 4, 5], np.int32)})
+    assert part.fetch("t", 3, sampler=TokenBudget(7))["cost"].values.tolist() == [3, 4]
+    other = queue.partition(name + "2", tasks={"t": ["tokens"]}, length_field="tokens")
+    for rows in ([[1, 2], [3]], ["text"], np.array([0.5])):
+        with pytest.raises(tq.InvalidArgument, match="length_field"):
+            other.put({"tokens": rows})
+
+
+def test_rows_of_any_shape_share_a_field(queue: tq.Client, name: str) -> None:
+    part = queue.partition(name, tasks={"t": ["image"]})
+    images = [np.full((2, width, 3), width, np.uint8) for width in (4, 5)]
+    part.put({"image": tq.Varying(images)})
+    part.put({"image": tq.Varying([np.zeros((2, 3, 3), np.uint8)] * 2)})
+    part.put({"image": [np.ones((1, 3, 3), np.uint8)] * 2})
+    batch = part.fetch("t", 6)
+    assert [row.shape for row in batch["image"]] == [(2, 4, 3), (2, 5, 3), *[(2, 3, 3)] * 2, *[(1, 3, 3)] * 2]
+    with pytest.raises(tq.SchemaMismatch, match="Varying"):
+        part.put({"image": np.zeros((1, 3, 3), np.int32)})
+
+
 def test_the_freshest_come_first(queue: tq.Client, name: str) -> None:
     part = queue.partition(name, tasks={"t": ["x"]})
     part.put({"x": np.arange(4)}, version=[1, 3, 2, 3])
@@ -56,7 +78,7 @@ def test_a_function_chooses(queue: tq.Client, name: str) -> None:
         return [c.id for c in sorted(candidates, key=lambda c: c.length)[:batch_size]]
 
     assert part.fetch("t", 2, sampler=shortest)["tokens"].lengths.tolist() == [1, 2]
-    with pytest.raises(tq.InvalidArgument, match="each sample once|given twice"):
+    with pytest.raises(tq.InvalidArgument, match=r"each sample once|given twice"):
         part.fetch("t", 1, sampler=lambda candidates, _: [candidates[0].id] * 2)
     with pytest.raises(tq.InvalidArgument, match="function"):
         part.fetch("t", 1, sampler="shortest")  # type: ignore[arg-type]

@@ -190,7 +190,7 @@ class PartitionCalls:
     def _lengths(self, plans: Mapping[str, ColumnPlan]) -> list[int] | None:
         """What length samplers go by, if the column they look at is among these."""
         plan = None if self.length_field is None else plans.get(self.length_field)
-        return None if plan is None else plan.lengths.tolist()
+        return None if plan is None else _lengths(str(self.length_field), plan)
 
     def _write(
         self,
@@ -414,6 +414,27 @@ def wanted_of(
     )
     wanted.check()
     return wanted, choose
+
+
+def _lengths(name: str, plan: ColumnPlan) -> list[int]:
+    """The length of each row: its elements, or the number itself where rows are integers."""
+    if plan.spec.dtype in ("str", "bytes", "data") or (plan.spec.scalar and not _is_integer(plan)):
+        raise InvalidArgument(
+            f"field {name!r} is the length_field and holds {plan.spec}: give arrays (one element a token), or "
+            "integers (the lengths themselves)"
+        )
+    if not plan.spec.scalar:
+        return plan.lengths.tolist()
+    values = (
+        np.concatenate([np.asarray(part) for part in plan.parts]) if plan.parts else np.empty(0, np.int64)
+    )
+    if plan.index is not None:
+        values = values[plan.index]
+    return values.astype(np.int64).tolist()
+
+
+def _is_integer(plan: ColumnPlan) -> bool:
+    return plan.spec.stored.kind in "iu" and plan.spec.dtype == plan.spec.stored.name
 
 
 def _samples(ids: Sequence[int]) -> list[int]:

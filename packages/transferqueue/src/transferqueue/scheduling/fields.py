@@ -57,10 +57,10 @@ class Fields:
         """Raises SchemaMismatch for the first field that differs from what its first write fixed."""
         for name, spec in specs.items():
             fixed = self.schema.get(name)
-            if fixed is not None and spec != fixed and spec.dtype != "none":
+            if fixed is not None and not fixed.accepts(spec) and spec.dtype != "none":
                 raise SchemaMismatch(
                     f"field {name!r} of partition {self._partition!r} is {fixed} by its first write, got "
-                    f"{spec}; convert it, or use another field",
+                    f"{spec}; convert it, put Varying(rows) from the first write on, or use another field",
                     field=name,
                     got=str(spec),
                     expected=str(fixed),
