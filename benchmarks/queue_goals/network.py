@@ -20,7 +20,7 @@ ANSWER_SECONDS = 60.0
 def measure(sides: Sides) -> None:
     """Print the claims."""
     batch = rows(sides.samples, images=True)
-    rounds, warm_up = (4, 1) if sides.quick else (10, 2)
+    rounds, warm_up = (4, 3) if sides.quick else (10, 3)  # each unit warms its own memory
     others = Meanwhile()
     with (
         Store(transport="zmq") as store,
