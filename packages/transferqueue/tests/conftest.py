@@ -70,8 +70,11 @@ class RemotePeer:
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.connect(address)
 
-    def hello(self, token: str = "", client: int | None = None, protocol: int = PROTOCOL, **said: Any) -> Reply:
-        return self.ask(0, Hello(protocol, token, secrets.randbits(62) if client is None else client, **said))
+    def hello(
+        self, token: str = "", client: int | None = None, protocol: int = PROTOCOL, **said: Any
+    ) -> Reply:
+        client = secrets.randbits(62) if client is None else client
+        return self.ask(0, Hello(protocol, token, client, **said))
 
     def ask(
         self, number: int, body: RequestBody, *payload: Buffer, low: int = 0, timeout: float = 20.0
@@ -89,7 +92,7 @@ class RemotePeer:
         """The next reply; signs of life that the controller looks for are left out."""
         deadline = time.monotonic() + 20
         while True:
-            assert self.socket.poll(max(0, (deadline - time.monotonic()) * 1000)), "no reply"
+            assert self.socket.poll(max(0, int((deadline - time.monotonic()) * 1000))), "no reply"
             reply = decode_reply(self.socket.recv_multipart()[0])
             if reply.id or not isinstance(reply.body, Done):
                 return reply
@@ -111,8 +114,11 @@ class LocalPeer:
         self.descriptors: list[int] = []
         self._inbox = b""
 
-    def hello(self, token: str = "", client: int | None = None, protocol: int = PROTOCOL, **said: Any) -> Reply:
-        return self.ask(0, Hello(protocol, token, secrets.randbits(62) if client is None else client, **said))
+    def hello(
+        self, token: str = "", client: int | None = None, protocol: int = PROTOCOL, **said: Any
+    ) -> Reply:
+        client = secrets.randbits(62) if client is None else client
+        return self.ask(0, Hello(protocol, token, client, **said))
 
     def ask(self, number: int, body: RequestBody, *, low: int = 0, timeout: float = 20.0) -> Reply:
         return self.say(encoder.encode(Request(number, low, timeout, body)))

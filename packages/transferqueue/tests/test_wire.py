@@ -17,7 +17,6 @@ from transferqueue.wire.messages import (
     PROTOCOL,
     Ack,
     Cancel,
-    Commit,
     Committed,
     CommitUpdate,
     Done,

@@ -20,7 +20,7 @@ from ..values.encode import Fields, Shared
 from ..wire.channel import AwaitedChannel
 from ..wire.local_async import AsyncLocalChannel
 from ..wire.steps import run_async
-from .blocking import _CONTROL_TIMEOUT, Samples
+from .blocking import _CONTROL_TIMEOUT, Samples, _leave
 from .calls import Choose, Ledger, PartitionCalls, Ranks, wanted_of
 from .servers import Contact, Servers, goodbye
 
@@ -52,7 +52,7 @@ async def connect_async(
         if transport != "zmq":
             servers = await _over_memory(contact, welcome.local, timeout)
             if servers is not None:
-                await asyncio.to_thread(remote.link.close)
+                await asyncio.to_thread(_leave, remote.link, remote.controller)
                 return AsyncClient(servers)
         return AsyncClient(contact.over_zmq(remote, welcome))
     except BaseException:

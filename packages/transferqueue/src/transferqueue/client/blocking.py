@@ -62,7 +62,7 @@ def connect(
         if transport != "zmq":
             servers = _over_memory(contact, welcome.local, timeout)
             if servers is not None:
-                remote.link.close()
+                _leave(remote.link, remote.controller)
                 return Client(servers)
         return Client(contact.over_zmq(remote, welcome))
     except BaseException:

@@ -64,6 +64,8 @@ from .units import Units
 
 _PROBE_SECONDS = 2.0  # between two looks whether clients of other hosts that hold something can be reached
 _LOST_AFTER = 3  # probes that fail
+_SWEEP_SECONDS = 60.0  # between two looks at all clients
+_FORGOTTEN_AFTER = 600.0  # seconds that one cannot be reached; it may still repeat a request before
 
 
 class ControllerService:
@@ -119,7 +121,9 @@ class ControllerService:
         self._leftovers: list[Grant] = []
         self._unreached: dict[int, int] = {}
         self._sessions: dict[int, Session] = {}
+        self._away: dict[int, float] = {}
         self._timers.at(self._began + _PROBE_SECONDS, self._probe)
+        self._timers.at(self._began + _SWEEP_SECONDS, self._sweep)
         if journal is not None:
             self._record(journal, past)
 
@@ -280,6 +284,7 @@ class ControllerService:
         number = session.number
         self._sessions.pop(number, None)
         self._unreached.pop(number, None)
+        self._away.pop(number, None)
         self._units.gone(session)
         for shelf in self._shelves:
             shelf.partition.release(number)
@@ -303,6 +308,19 @@ class ControllerService:
                 if self._unreached[number] >= _LOST_AFTER:
                     self._memory.unpin_all(number)
                     self._puts.forget(number)
+
+    def _sweep(self) -> None:
+        """Forgets clients that are gone without a word, and hold nothing that `_probe` would look at."""
+        now = time.monotonic()
+        self._timers.at(now + _SWEEP_SECONDS, self._sweep)
+        for number, session in list(self._sessions.items()):
+            connection = session.connection
+            if connection is not None and (
+                connection.local or connection.send(encoder.encode(Reply(0, Done())))
+            ):
+                self._away.pop(number, None)
+            elif now - self._away.setdefault(number, now) >= _FORGOTTEN_AFTER:
+                self._node.lost(session)
 
     # -- what follows a request ------------------------------------------------------------------------------
 

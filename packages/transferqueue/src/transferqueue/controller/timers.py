@@ -5,13 +5,13 @@ from collections.abc import Callable
 from heapq import heapify, heappop, heappush
 from itertools import count
 
-
 _FEW = 1024
 
 
 class Timers:
-    """None is ever taken back. A callback checks for itself whether it still matters; those that say so beside
-    it are thrown out when they no longer do, so that a day's deadline of a request long answered is not kept.
+    """None is ever taken back. A callback checks for itself whether it still matters; those that say so
+    beside it are thrown out when they no longer do, so that a day's deadline of a request long answered is
+    not kept.
     """
 
     def __init__(self) -> None:

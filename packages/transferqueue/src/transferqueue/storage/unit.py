@@ -207,7 +207,7 @@ def _check_runs(places: Places, rows: Sequence[int]) -> None:
     for position, count, block, row in places.runs:
         if not (
             0 <= block < len(rows)
-            and 0 < count
+            and count > 0
             and 0 <= position <= places.rows - count
             and 0 <= row <= rows[block] - count
         ):

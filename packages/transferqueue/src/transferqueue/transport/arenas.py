@@ -6,7 +6,7 @@ import threading
 
 import numpy as np
 
-from ..errors import Corrupt
+from ..errors import Corrupt, QueueError
 
 
 class ArenaMap:
@@ -41,8 +41,7 @@ class ArenaMap:
             with self._lock:
                 mapped = self._readable.get(arena)
                 if mapped is None:
-                    nbytes, descriptor = self._sizes[arena]
-                    mapped = self._readable[arena] = mmap.mmap(descriptor, nbytes, prot=mmap.PROT_READ)
+                    mapped = self._readable[arena] = self._map(arena, mmap.PROT_READ)
         return np.frombuffer(mapped, np.uint8, stop - start, start)
 
     def write(self, arena: int, start: int, stop: int) -> np.ndarray:
@@ -56,10 +55,19 @@ class ArenaMap:
             with self._lock:
                 found = self._writable.get(arena)
                 if found is None:
-                    nbytes, descriptor = self._sizes[arena]
-                    mapped = mmap.mmap(descriptor, nbytes)
+                    mapped = self._map(arena, mmap.PROT_READ | mmap.PROT_WRITE)
                     found = self._writable[arena] = (mapped, np.frombuffer(mapped, np.uint8))
         return found
+
+    def _map(self, arena: int, protection: int) -> mmap.mmap:
+        nbytes, descriptor = self._sizes[arena]
+        try:
+            return mmap.mmap(descriptor, nbytes, prot=protection)
+        except OSError as error:
+            raise QueueError(
+                f"this process cannot map {nbytes} bytes of shared memory: {error}; raise `ulimit -n` or "
+                "`ulimit -v`, or connect with transport='zmq'"
+            ) from error
 
     def punch(self, arena: int, start: int, stop: int) -> None:
         """Gives the pages of a range back; it then reads as zeros."""
