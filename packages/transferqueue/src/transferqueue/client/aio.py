@@ -36,7 +36,7 @@ async def connect_async(
 ) -> "AsyncClient":
     """As `connect`, for use in the event loop it is called in."""
     contact = Contact(address, token, reconnect_seconds, transport, server_key)
-    if contact.local is not None and transport != "zmq":
+    if contact.local is not None and transport in ("auto", "shm"):
         servers = await _over_memory(contact, contact.local, timeout)
         if servers is not None:
             return AsyncClient(servers)
@@ -49,12 +49,12 @@ async def connect_async(
             raise Timeout(
                 f"no welcome from {contact.address} within {timeout:g} s; is a transferqueue listening there?"
             ) from None
-        if transport != "zmq":
+        if transport in ("auto", "shm"):
             servers = await _over_memory(contact, welcome.local, timeout)
             if servers is not None:
                 await asyncio.to_thread(_leave, remote.link, remote.controller)
                 return AsyncClient(servers)
-        return AsyncClient(contact.over_zmq(remote, welcome))
+        return AsyncClient(await asyncio.to_thread(contact.over_network, remote, welcome))
     except BaseException:
         await asyncio.to_thread(remote.link.close)
         raise
@@ -83,6 +83,7 @@ class AsyncClient:
         self._channel: AwaitedChannel = servers.channel  # type: ignore[assignment]  # made to be awaited
         self._closed = False
         self._finish = weakref.finalize(servers, servers.channel.close)  # if nobody closes it
+        weakref.finalize(servers, servers.transport.close)
 
     @property
     def address(self) -> str:
@@ -124,6 +125,7 @@ class AsyncClient:
                 self._channel.close()
             else:
                 await asyncio.to_thread(self._channel.close)
+            await asyncio.to_thread(self._servers.transport.close)
 
     async def __aenter__(self) -> "AsyncClient":
         return self

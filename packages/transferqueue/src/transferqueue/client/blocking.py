@@ -12,6 +12,7 @@ from ..introspection.statistics import StoreStats
 from ..samplers import Sampler
 from ..server.launch import Server
 from ..sizes import parse_bytes
+from ..transport.base import Transport
 from ..values.columns import Column
 from ..values.encode import Fields, Shared
 from ..values.restoring import restore, to_tensordict
@@ -40,7 +41,8 @@ def connect(
         address: ``tcp://host:port`` of the controller, or a `Server` (whose token and key are then used).
         token: what the store was started with.
         transport: "auto" takes shared memory on the store's own host and ZeroMQ elsewhere; "shm" or "zmq"
-            insist.
+            insist; "ucx" moves large payload by UCX if the store offers it and it works here, and else takes
+            "zmq" and says why in `Client.transport_notes`.
         server_key: the public CURVE key of a store that encrypts.
         timeout: seconds to wait for the controller.
         reconnect_seconds: how long a server may be unreachable before requests to it fail with `StorageLost`
@@ -52,19 +54,19 @@ def connect(
         ControllerLost: nothing answers there.
     """
     contact = Contact(address, token, reconnect_seconds, transport, server_key)
-    if contact.local is not None and transport != "zmq":
+    if contact.local is not None and transport in ("auto", "shm"):
         servers = _over_memory(contact, contact.local, timeout)
         if servers is not None:
             return Client(servers)
     remote = contact.remote()
     try:
         welcome = first_welcome(remote.controller.welcome, timeout, contact.address)
-        if transport != "zmq":
+        if transport in ("auto", "shm"):
             servers = _over_memory(contact, welcome.local, timeout)
             if servers is not None:
                 _leave(remote.link, remote.controller)
                 return Client(servers)
-        return Client(contact.over_zmq(remote, welcome))
+        return Client(contact.over_network(remote, welcome))
     except BaseException:
         remote.link.close()
         raise
@@ -85,7 +87,7 @@ def _over_memory(contact: Contact, name: str, timeout: float) -> Servers | None:
         raise
 
 
-def _leave(channel: BlockingChannel, controller: Any) -> None:
+def _leave(channel: BlockingChannel, controller: Any, transport: Transport) -> None:
     try:
         # The garbage collector may run in the link's own thread, which cannot wait for an answer.
         waits = not (isinstance(channel, Link) and channel.is_own_thread())
@@ -95,6 +97,7 @@ def _leave(channel: BlockingChannel, controller: Any) -> None:
         return  # a store that is gone needs no goodbye
     finally:
         channel.close()
+        transport.close()
 
 
 class Client:
@@ -106,7 +109,7 @@ class Client:
     def __init__(self, servers: Servers) -> None:
         self._servers = servers
         self._channel: BlockingChannel = servers.channel  # type: ignore[assignment]  # it was made to block
-        self._finish = weakref.finalize(servers, _leave, self._channel, servers.controller)
+        self._finish = weakref.finalize(servers, _leave, self._channel, servers.controller, servers.transport)
 
     @property
     def address(self) -> str:
@@ -144,7 +147,7 @@ class Client:
 
     @property
     def transport(self) -> str:
-        """How payload travels: "shm" or "zmq"."""
+        """How payload travels: "shm", "zmq" or "ucx"."""
         return self._servers.transport.name
 
     @property

@@ -420,7 +420,7 @@ def _lengths(name: str, plan: ColumnPlan) -> list[int]:
     """The length of each row: its elements, or the number itself where rows are integers."""
     if plan.spec.dtype in ("str", "bytes", "data") or (plan.spec.scalar and not _is_integer(plan)):
         raise InvalidArgument(
-            f"field {name!r} is the length_field and holds {plan.spec}: give arrays (one element a token), or "
+            f"field {name!r} is the length_field and holds {plan.spec}: give arrays (one element a token) or "
             "integers (the lengths themselves)"
         )
     if not plan.spec.scalar:

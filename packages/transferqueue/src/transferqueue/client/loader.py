@@ -4,7 +4,7 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ..errors import Closed, InvalidArgument, StaleLease
+from ..errors import Closed, InvalidArgument, QueueError
 from ..samplers import Balanced, Groups, InOrder, Sampler, TokenBudget, group_size
 from .aio import AsyncBatch, AsyncPartition
 from .blocking import Batch, Partition
@@ -201,8 +201,8 @@ class StreamingDataLoader:
             for batch in pending.take():
                 try:
                     batch.nack()
-                except StaleLease:
-                    continue  # it has lapsed, so the samples are back already
+                except QueueError:
+                    continue  # lapsed, or the client is closed: they return without being given back
 
 
 class AsyncStreamingDataLoader:
@@ -274,5 +274,5 @@ class AsyncStreamingDataLoader:
             for batch in pending.take():
                 try:
                     await batch.nack()
-                except StaleLease:
-                    continue  # it has lapsed, so the samples are back already
+                except QueueError:
+                    continue  # lapsed, or the client is closed: they return without being given back

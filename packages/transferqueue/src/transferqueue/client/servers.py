@@ -14,6 +14,7 @@ from ..transport.arenas import ArenaMap
 from ..transport.base import Transport
 from ..transport.pins import Pins
 from ..transport.shm import SharedMemoryTransport
+from ..transport.ucx_payload import UcxPayload
 from ..transport.zmq import ZmqTransport
 from ..wire.channel import Channel
 from ..wire.link import Link, Peer
@@ -33,7 +34,7 @@ from .slabs import Slabs
 if TYPE_CHECKING:
     from .calls import PartitionCalls
 
-TRANSPORTS = ("auto", "shm", "zmq")
+TRANSPORTS = ("auto", "shm", "zmq", "ucx")
 
 
 class Servers:
@@ -115,6 +116,18 @@ class Remote:
     def transport(self) -> ZmqTransport:
         return ZmqTransport(lambda: [unit.number for unit in self.addresses], self.unit, self.pins)
 
+    def ucx_transport(self, token: str) -> UcxPayload:
+        """Payload by UCX. QueueError says why it cannot be."""
+        return UcxPayload(self.addresses, self._reachable, token, self.transport(), self.pins)
+
+    def _reachable(self, host: str) -> str:
+        """The host of a unit as this client reaches it: one that listens everywhere is where the controller
+        is.
+        """
+        if host in ("0.0.0.0", "::"):
+            return self.address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+        return host
+
     def unit(self, number: int) -> Peer:
         """The storage unit of that number, connected to when first asked for."""
         with self._connecting:
@@ -126,9 +139,7 @@ class Remote:
         known = {unit.number: unit for unit in self.addresses}
         if number not in known:
             raise StorageLost(f"there is no storage unit {number}", unit=number, address="")
-        host = known[number].host
-        if host in ("0.0.0.0", "::"):  # listens everywhere: reach it as we reach the controller
-            host = self.address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+        host = self._reachable(known[number].host)
         address = f"tcp://{f'[{host}]' if ':' in host else host}:{known[number].port}"
         return self.link.peer(
             f"storage unit {number}",
@@ -145,7 +156,7 @@ class Contact:
 
     Args:
         address: ``tcp://host:port``, or a `Server`.
-        transport: "auto", "shm" (or fail), "zmq".
+        transport: "auto", "shm" (or fail), "zmq", "ucx" (or "zmq" with a note).
     """
 
     def __init__(
@@ -195,8 +206,17 @@ class Contact:
     def over_memory(self, channel: Channel, welcome: Welcome, pins: Pins, arenas: ArenaMap) -> Servers:
         return Servers(self.address, channel, None, SharedMemoryTransport(arenas, pins), welcome)
 
-    def over_zmq(self, remote: Remote, welcome: Welcome) -> Servers:
-        return Servers(self.address, remote.link, remote.controller, remote.transport(), welcome, self.notes)
+    def over_network(self, remote: Remote, welcome: Welcome) -> Servers:
+        """The servers over ZeroMQ, with payload by UCX if that is asked for and possible. Blocks for the
+        probe.
+        """
+        transport: Transport = remote.transport()
+        if self.transport == "ucx":
+            try:
+                transport = remote.ucx_transport(self._token or "")
+            except QueueError as error:
+                self.notes.append(str(error))
+        return Servers(self.address, remote.link, remote.controller, transport, welcome, self.notes)
 
 
 def first_welcome(welcome: "Future[Welcome]", timeout: float, address: str) -> Welcome:

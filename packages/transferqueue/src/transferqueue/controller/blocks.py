@@ -33,7 +33,7 @@ class Block:
 
     @property
     def handle(self) -> Handle:
-        return Handle(self.number, self.grant, self.arena, self.start, self.stop)
+        return Handle(self.number, self.grant, self.arena, self.start, self.stop, len(self.samples))
 
     @property
     def range(self) -> Range:

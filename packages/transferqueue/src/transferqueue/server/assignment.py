@@ -15,6 +15,7 @@ class Assignment(msgspec.Struct, frozen=True):
         units: how many of them there are.
         secret: known to the processes of this store alone: how the controller knows a unit from a client.
         incarnation: of this part, the same in all of its lives.
+        ucx: storage units are to be reached by UCX too, if it can be used.
         curve: public and secret CURVE key (Z85), or None.
         journal, spill, restore: folders, or None.
         memory: bytes of shared memory before files are used.
@@ -32,6 +33,7 @@ class Assignment(msgspec.Struct, frozen=True):
     unit: int | None = None
     max_bytes: int | None = None
     curve: tuple[str, str] | None = None
+    ucx: bool = False
     journal: str | None = None
     fsync: bool = False
     memory: int | None = None

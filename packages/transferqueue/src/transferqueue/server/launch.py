@@ -87,6 +87,7 @@ def serve(
     port: int = 0,
     token: str | None = None,
     curve: bool = False,
+    ucx: bool = False,
     max_frame_bytes: int | str = MAX_FRAME_BYTES,
     journal: str | os.PathLike[str] | None = None,
     fsync: bool = False,
@@ -108,6 +109,9 @@ def serve(
         token: a secret that every connection must present.
         curve: encrypt and authenticate what goes over TCP; clients of other hosts then need the public key
             ``server.server_key``.
+        ucx: let storage units be reached by UCX as well (extra ``[ucx]``), for clients that connect with
+            ``transport="ucx"``. UCX listens on every address of the host and does not encrypt: only for
+            trusted networks, and only with a `token`.
         max_frame_bytes: the largest message accepted.
         journal: a folder in which everything is kept, so that a controller that dies is started again and
             loses nothing, and so that a store started on it later goes on where this one ended. Nothing is
@@ -131,6 +135,8 @@ def serve(
         raise InvalidArgument(
             f"host {host!r} can be reached from other machines; pass a token, or listen on 127.0.0.1"
         )
+    if ucx and not token:
+        raise InvalidArgument("UCX listens on every address of the host; pass a token")
     host = "127.0.0.1" if host == "localhost" else host
     frame_bytes, limit = parse_bytes(max_frame_bytes), None if max_bytes is None else parse_bytes(max_bytes)
     if (memory is None) != (spill is None):
@@ -146,7 +152,7 @@ def serve(
     local = f"transferqueue-{secrets.token_hex(16)}"
     common = {
         "parent": os.getpid(), "host": host, "token": token, "max_frame_bytes": frame_bytes,
-        "local": local, "secret": secrets.token_hex(32), "units": storage_units, "curve": keys,
+        "local": local, "secret": secrets.token_hex(32), "units": storage_units, "curve": keys, "ucx": ucx,
     }  # fmt: skip
     controller = Assignment(
         port=port,

@@ -115,7 +115,11 @@ def _store(assignment: Assignment, number: int, remote: ZmqListener, lifelines: 
     def known() -> None:
         node.paused = False
 
-    unit = StorageUnit(UnitAddress(number, assignment.host, remote.port), overseer, known)
+    address = UnitAddress(number, assignment.host, remote.port)
+    unit = StorageUnit(address, overseer, known)
+    if assignment.ucx:
+        unit.offer_ucx(node.poll, assignment.token or "", assignment.max_frame_bytes)
+    unit.start()
     _say(Listening(remote.port))
     node.run(unit, lifelines)
     unit.close()

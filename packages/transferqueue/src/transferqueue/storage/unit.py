@@ -1,17 +1,21 @@
 """A storage unit: serves the arenas of its host to clients of other hosts, and copies for the controller."""
 
+import logging
 from collections.abc import Callable, Sequence
 
 import numpy as np
 import xxhash
+from msgspec.structs import replace
 
 from ..errors import Corrupt, InvalidArgument, QueueError
 from ..transport.arenas import ArenaMap
 from ..transport.places import pieces_of
+from ..transport.ucx_runtime import UcxUnusable
 from ..values.block import block_nbytes, is_checked, read_block, write_block
 from ..values.columns import Column, gather
 from ..values.frame import FrameHeader, decode, encode, layout
 from ..values.spec import ColumnPlan
+from ..wire.listeners import Poll
 from ..wire.messages import (
     Attach,
     Compact,
@@ -32,6 +36,9 @@ from ..wire.messages import (
 from ..wire.node import Call, Session
 from .incoming import Incoming
 from .overseer import Overseer
+from .ucx_memory import UcxMemory
+
+log = logging.getLogger("transferqueue")
 
 _MAX_ROWS = 1 << 26
 _NOTHING = np.empty(0, np.uint8)
@@ -53,8 +60,24 @@ class StorageUnit:
         self._expected: dict[int, Range] = {}
         self._written: dict[int, list[Range]] = {}
         self._incoming: dict[Call, Incoming] = {}
+        self._known = known
+        self._ucx: UcxMemory | None = None
         self.read_bytes = self.written_bytes = 0
-        overseer.start(self._address, self._arenas, self._ordered, self._again, known)
+
+    def offer_ucx(self, poll: Poll, token: str, max_bytes: int) -> None:
+        """Lets clients come by UCX too; where that cannot be, the log says why."""
+        memory = UcxMemory(self._arenas, self._checked, poll, self._filled)
+        try:
+            port = memory.serve(token, max_bytes + (1 << 20))
+        except UcxUnusable as error:
+            log.warning("UCX is not offered: %s", error)
+            return
+        self._ucx = memory
+        self._address = replace(self._address, ucx=port)
+
+    def start(self) -> None:
+        """Connects to the controller."""
+        self._overseer.start(self._address, self._arenas, self._ordered, self._again, self._known)
 
     # -- what clients ask ------------------------------------------------------------------------------------
 
@@ -89,13 +112,18 @@ class StorageUnit:
         if not done:
             return
         del self._incoming[call]
-        where = body.range
+        self._filled(body.range)
+        call.reply(Done())
+
+    def _filled(self, where: Range) -> None:
+        """A range is written."""
         self.written_bytes += where.stop - where.start
+        if where.grant not in self._expected:
+            return  # forgotten while UCX told of it
         written = self._written.setdefault(where.grant, [])
         if where not in written:
             written.append(where)
         self._overseer.tell(Written(where))
-        call.reply(Done())
 
     def _checked(self, where: Range) -> Range:
         """The range, if the controller lets it be written."""
@@ -142,6 +170,8 @@ class StorageUnit:
                 case Forget(grant):
                     self._expected.pop(grant, None)
                     self._written.pop(grant, None)
+                    if self._ucx is not None:
+                        self._ucx.forget(grant)
                     for call in [call for call in self._incoming if call.body.range.grant == grant]:  # type: ignore[union-attr]  # writes
                         del self._incoming[call]
                 case Compact(source, rows, target):
@@ -196,6 +226,8 @@ class StorageUnit:
             del self._incoming[call]
 
     def close(self) -> None:
+        if self._ucx is not None:
+            self._ucx.close()
         self._overseer.close()
         self._arenas.close()
 

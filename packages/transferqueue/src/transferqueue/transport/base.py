@@ -42,3 +42,7 @@ class Transport(Protocol):
         fails.
         """
         ...
+
+    def close(self) -> None:
+        """Gives up what it holds besides the client's connections. Idempotent."""
+        ...

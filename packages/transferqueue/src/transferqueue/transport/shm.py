@@ -49,3 +49,6 @@ class SharedMemoryTransport:
             blocks.append(decode(header, frame, verify=False))
         pieces = pieces_of(places, blocks, fields)
         return {name: assemble(runs, places.rows) for name, runs in pieces.items()}
+
+    def close(self) -> None:
+        self._arenas.close()

@@ -77,3 +77,6 @@ class ZmqTransport:
             raise lost or StorageLost("the store has no storage unit", unit=-1, address="")
         finally:
             self._pins.let_go(*(handle.block for handle in places.blocks))
+
+    def close(self) -> None:
+        self._buffers.close()

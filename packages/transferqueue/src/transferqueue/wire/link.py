@@ -199,13 +199,13 @@ class Link:
 
     def submit(
         self,
-        peer: Peer,
+        peer: Any,
         body: RequestBody,
         payload: Any = None,
         *,
         timeout: float,
         quiet: float | None = None,
-    ) -> Pending:
+    ) -> Any:
         """Sends a request; its future ends within `timeout` seconds and a little.
 
         Args:
@@ -214,6 +214,8 @@ class Link:
         Raises:
             InvalidArgument: something in it cannot be sent (an int beyond 64 bits, text that is no Unicode).
         """
+        if not isinstance(peer, Peer):
+            return peer.submit(body, payload, timeout)  # a payload transport of its own
         pending = _pending(peer, body, payload, timeout)
         pending.quiet = quiet
         pending.future.set_running_or_notify_cancel()  # only an answer, an error or the deadline ends it
@@ -224,11 +226,11 @@ class Link:
         """Whether the peer is connected now."""
         return peer.failed is None and peer.down_since is None
 
-    def result(self, pending: Pending) -> Answer:
+    def result(self, pending: Any) -> Answer:
         """Blocks for the answer; raises the QueueError that came instead."""
         return pending.future.result(max(0.0, pending.deadline - time.monotonic()) + 30.0)  # ends long before
 
-    async def answer(self, pending: Pending) -> Answer:
+    async def answer(self, pending: Any) -> Answer:
         """Awaits the answer; raises the QueueError that came instead."""
         return await asyncio.wrap_future(pending.future)
 
@@ -255,9 +257,12 @@ class Link:
         for one in pending:
             self.give_up(one)
 
-    def give_up(self, pending: Pending) -> None:
+    def give_up(self, pending: Any) -> None:
         """The answer is not wanted any more; what the request may have leased returns."""
-        self._tell("cancel", pending)
+        if isinstance(pending, Pending):
+            self._tell("cancel", pending)
+        else:
+            pending.withdraw()
 
     def close(self) -> None:
         """Ends the thread; requests under way fail."""

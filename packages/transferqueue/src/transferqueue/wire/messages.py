@@ -38,13 +38,16 @@ class Range(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Handle(msgspec.Struct, frozen=True, array_like=True):
-    """Where a block lies. `block` names it when it is released; `grant` is what its prologue must say."""
+    """Where a block of `rows` rows lies. `block` names it when it is released; `grant` is what its prologue
+    must say.
+    """
 
     block: int
     grant: int
     arena: int
     start: int
     stop: int
+    rows: int
 
 
 class Places(msgspec.Struct, frozen=True, array_like=True):
@@ -82,11 +85,12 @@ class Hello(_Body, frozen=True):
 
 
 class UnitAddress(msgspec.Struct, frozen=True, array_like=True):
-    """Where a storage unit listens for clients of other hosts."""
+    """Where a storage unit listens for clients of other hosts. `ucx`: its port for UCX, 0 for none."""
 
     number: int
     host: str
     port: int
+    ucx: int = 0
 
 
 class Welcome(_Body, frozen=True):

@@ -11,7 +11,6 @@ from typing import Any
 
 from ..errors import QueueError
 from .channel import Answer, AwaitedChannel, BlockingChannel, Channel
-from .messages import RequestBody
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +23,7 @@ class Exchange:
     """
 
     peer: Any
-    body: RequestBody
+    body: Any  # a request of the wire, or what the peer's own `submit` takes
     deadline: float
     payload: Any = None
     quiet: float | None = None
