@@ -141,6 +141,25 @@ def test_every_rank_gets_equally_many_batches(part: tq.Partition) -> None:
     assert all(batch["tokens"] is not None for batches in seen for batch in batches)
 
 
+def test_a_rank_that_goes_away_and_comes_back_meets_the_others_again(
+    store: tq.Server, part: tq.Partition, name: str
+) -> None:
+    ids = put(part, [1] * 9)
+    stayed = iter(StreamingDataLoader(part, "t", batch_size=1, rank=0, world_size=2))
+    first = next(stayed)
+    with tq.connect(store) as leaving:
+        loop = iter(StreamingDataLoader(leaving.partition(name), "t", batch_size=1, rank=1, world_size=2))
+        given_up = next(loop).ids.tolist()
+    part.close()
+    with tq.connect(store) as back:
+        loader = StreamingDataLoader(back.partition(name), "t", batch_size=1, rank=1, world_size=2)
+        seen = ranks([stayed, loader])  # type: ignore[list-item]
+    assert first.ids.tolist() == ids[:1]
+    assert given_up == ids[1:2]
+    assert len(seen[0]) == len(seen[1]) == 4
+    assert acked(part) == set(ids)
+
+
 def test_a_balanced_step_is_acked_as_a_whole(part: tq.Partition) -> None:
     ids = put(part, [8, 1, 2, 7, 6, 3, 4, 5])
     loaders = [
