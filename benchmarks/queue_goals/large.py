@@ -76,6 +76,14 @@ def report(batch: Rows, rounds: int, figures: dict[str, Figures], load: str) -> 
             "get by another: in with one copy, out as views with none",
         )
     )
+    print_claim(
+        figure(
+            "large batch: put + get, as a share of memcpy's speed by CPU",
+            ratio_of_medians(figures["memcpy"]["cpu"], ours["cpu"]),
+            "x",
+            f"{how}; CPU-seconds, ours of every process of the store and the client",
+        )
+    )
     for call, goal in (("put", 10), ("get", 20)):
         if "peer" in figures:
             print_claim(
