@@ -87,7 +87,7 @@ def _over_memory(contact: Contact, name: str, timeout: float) -> Servers | None:
         raise
 
 
-def _leave(channel: BlockingChannel, controller: Any, transport: Transport) -> None:
+def _leave(channel: BlockingChannel, controller: Any, transport: Transport | None = None) -> None:
     try:
         # The garbage collector may run in the link's own thread, which cannot wait for an answer.
         waits = not (isinstance(channel, Link) and channel.is_own_thread())
@@ -97,7 +97,8 @@ def _leave(channel: BlockingChannel, controller: Any, transport: Transport) -> N
         return  # a store that is gone needs no goodbye
     finally:
         channel.close()
-        transport.close()
+        if transport is not None:
+            transport.close()
 
 
 class Client:
