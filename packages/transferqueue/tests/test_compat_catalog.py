@@ -96,6 +96,8 @@ def test_a_rank_keeps_its_batch_when_one_of_its_processes_dies():
     assert catalog.take(Session(), "p", ["x"], "t", 2, config) == taken
     assert catalog.take(Session(), "p", ["x"], "t", 2, config | {"dp_rank": 1}) is None
     assert not catalog.drained("p", "t", config)
+    turns = [catalog.in_turn("p", "t", config | {"batch_index": at}) for at in range(3)]
+    assert turns == [True, True, False], "batch 2 waits for batch 1"
     assert catalog.drained("p", "t", config | {"batch_index": 1})
 
 

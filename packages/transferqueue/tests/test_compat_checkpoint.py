@@ -77,6 +77,7 @@ def test_samples_tags_and_consumption_come_back_on_another_number_of_units(
     assert said["user_metadata"] == {"step": 10}
 
 
+@pytest.mark.slow
 def test_a_rank_gets_the_same_batches_after_a_restart(
     restart: Callable[..., tq.TransferQueueClient], tmp_path: Path
 ):

@@ -12,22 +12,39 @@ from typing import Any
 import numpy as np
 import pytest
 import transferqueue.compat.transfer_queue as tq
+from transferqueue import Full
+from transferqueue.compat.transfer_queue import client as client_module
 from transferqueue.compat.transfer_queue import messages
 from transferqueue.compat.transfer_queue.link import Link
 from transferqueue.compat.transfer_queue.session import ADDRESS
 from transferqueue.errors import Unauthorized
 
+ONE_UNIT = {"SimpleStorage": {"num_data_storage_units": 1}}
+Run = Callable[..., "subprocess.Popen[str]"]
 
-@pytest.fixture
-def client() -> Iterator[tq.TransferQueueClient]:
-    tq.init(
-        {"controller": {"polling_mode": True}, "backend": {"SimpleStorage": {"num_data_storage_units": 1}}}
-    )
-    yield tq.get_client()
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[None]:
+    """The store of this module; tests that need one of their own come last."""
+    tq.init({"controller": {"polling_mode": True}, "backend": ONE_UNIT})
+    yield
     tq.close()
 
 
-Run = Callable[..., "subprocess.Popen[str]"]
+@pytest.fixture
+def client(shared: None) -> Iterator[tq.TransferQueueClient]:
+    yield tq.get_client()
+    for name in tq.get_client().get_partition_list():
+        tq.get_client().clear_partition(name)
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """No store before and none after."""
+    tq.close()
+    yield
+    tq.close()
+    assert ADDRESS not in os.environ
 
 
 @pytest.fixture
@@ -60,16 +77,17 @@ def said(process: "subprocess.Popen[str]") -> str:
     return process.stdout.readline().strip()
 
 
-def ready(client: Any, task: str = "t") -> list[int]:
-    return client.get_meta(["x"], 2, "p", task_name=task).global_indexes
+def put(client: tq.TransferQueueClient, count: int) -> list[int]:
+    """New samples of the partition "p"; their indexes."""
+    return client.put({"x": np.arange(count)}, partition_id="p").global_indexes
+
+
+def take(client: tq.TransferQueueClient, count: int = 2) -> list[int]:
+    return client.get_meta(["x"], count, "p", task_name="t").global_indexes
 
 
 def consumed(client: tq.TransferQueueClient) -> bytes:
     return client._link.call(messages.Consumption("p", "t"), messages.Status).states
-
-
-def rows(client: tq.TransferQueueClient, count: int) -> tq.BatchMeta:
-    return client.put({"x": np.arange(count)}, partition_id="p")
 
 
 TAKE = """
@@ -103,89 +121,6 @@ def test_a_process_joins_the_store_that_the_environment_names(client: tq.Transfe
     assert tq.kv_list("p")["p"]["b"] == {"v": 2}, "what a process wrote stays when it leaves"
 
 
-def test_the_last_batch_of_a_killed_consumer_returns(
-    client: tq.TransferQueueClient, run: Run, eventually: Callable[..., None]
-):
-    rows(client, 6)
-    process = run(TAKE.format(batches=2))
-    assert (said(process), said(process)) == ("[0, 1]", "[2, 3]")
-    assert ready(client) == [4, 5]
-    assert ready(client) == []
-    assert client.check_consumption_status("t", "p")
-    process.send_signal(signal.SIGKILL)
-    process.wait(10)
-    eventually(lambda: not client.check_consumption_status("t", "p"))
-    assert ready(client) == [2, 3], "it had asked for more after 0 and 1, and so was through with them"
-
-
-def test_a_consumer_that_leaves_in_order_keeps_what_it_took(client: tq.TransferQueueClient, run: Run):
-    rows(client, 4)
-    process = run(TAKE.format(batches=1))
-    assert said(process) == "[0, 1]"
-    process.communicate("\n", timeout=30)
-    assert process.returncode == 0
-    assert (ready(client), ready(client)) == ([2, 3], [])
-
-
-def test_with_acks_everything_that_is_not_acked_returns(run: Run, eventually: Callable[..., None]):
-    tq.init({"controller": {"polling_mode": True, "settle": "ack"}})
-    try:
-        client = tq.get_client()
-        rows(client, 6)
-        process = run(
-            """
-            import sys
-            import transferqueue.compat.transfer_queue as tq
-
-            client = tq.get_client()
-            metas = [client.get_meta(["x"], 2, "p", task_name="t") for _ in range(3)]
-            client.ack(metas[1], "t")
-            print("acked", flush=True)
-            sys.stdin.readline()
-            """
-        )
-        assert said(process) == "acked"
-        process.kill()
-        process.wait(10)
-        eventually(lambda: consumed(client) == b"\0\0\1\1\0\0")
-        assert (ready(client), ready(client)) == ([0, 1], [4, 5])
-    finally:
-        tq.close()
-
-
-def test_a_child_of_a_fork_joins_by_itself(client: tq.TransferQueueClient):
-    rows(client, 2)
-    reading, writing = os.pipe()
-    child = os.fork()
-    if not child:
-        status = 1
-        try:
-            assert tq.get_client() is not client
-            os.write(writing, str(ready(tq.get_client())).encode())
-            status = 0
-        finally:
-            os._exit(status)
-    os.close(writing)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    with os.fdopen(reading) as pipe:
-        assert pipe.read() == "[0, 1]"
-
-
-def test_init_is_idempotent_and_close_ends_what_it_started(client: tq.TransferQueueClient):
-    assert tq.init() is client.config
-    assert tq.get_client() is client
-    address = os.environ[ADDRESS]
-    tq.close()
-    tq.close()
-    assert ADDRESS not in os.environ
-    with pytest.raises(tq.NotInitialized, match="call init"):
-        tq.kv_list()
-    with pytest.raises(RuntimeError, match="did the process that called"):
-        tq.init({"address": address})
-    tq.init({"backend": {"SimpleStorage": {"num_data_storage_units": 1}}})
-    assert tq.kv_list() == {}
-
-
 def test_a_process_that_joined_does_not_end_the_store(client: tq.TransferQueueClient, run: Run):
     process = run(
         """
@@ -200,31 +135,52 @@ def test_a_process_that_joined_does_not_end_the_store(client: tq.TransferQueueCl
     assert tq.kv_list() == {}
 
 
-def test_a_store_with_a_token_lets_only_those_in_who_have_it(run: Run):
-    config = tq.init({"token": "secret"})
-    try:
-        address = config.controller.zmq_info.address
-        assert "secret" not in str({**config, "controller": None})
-        for wrong in (None, "guess"):
-            with pytest.raises(Unauthorized, match="token"):
-                Link(address, wrong)
-        other = tq.TransferQueueClient("other", config.controller.zmq_info)
-        assert other.get_partition_list() == []
-        other.close()
-        process = run("import transferqueue.compat.transfer_queue as tq; tq.init(); print(tq.kv_list())")
-        assert said(process) == "{}", "children have the token from the environment"
-    finally:
-        tq.close()
+def test_the_last_batch_of_a_killed_consumer_returns(
+    client: tq.TransferQueueClient, run: Run, eventually: Callable[..., None]
+):
+    every = put(client, 6)
+    process = run(TAKE.format(batches=2))
+    assert (said(process), said(process)) == (str(every[:2]), str(every[2:4]))
+    assert take(client) == every[4:]
+    assert take(client) == []
+    assert client.check_consumption_status("t", "p")
+    process.send_signal(signal.SIGKILL)
+    process.wait(10)
+    eventually(lambda: not client.check_consumption_status("t", "p"))
+    assert take(client) == every[2:4], "it had asked for more after the first, and so was through with them"
+
+
+def test_a_consumer_that_leaves_in_order_keeps_what_it_took(client: tq.TransferQueueClient, run: Run):
+    every = put(client, 4)
+    process = run(TAKE.format(batches=1))
+    assert said(process) == str(every[:2])
+    process.communicate("\n", timeout=30)
+    assert process.returncode == 0
+    assert (take(client), take(client)) == (every[2:], [])
+
+
+def test_a_child_of_a_fork_joins_by_itself(client: tq.TransferQueueClient):
+    every = put(client, 2)
+    reading, writing = os.pipe()
+    child = os.fork()
+    if not child:
+        status = 1
+        try:
+            assert tq.get_client() is not client
+            os.write(writing, str(take(tq.get_client())).encode())
+            status = 0
+        finally:
+            os._exit(status)
+    os.close(writing)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    with os.fdopen(reading) as pipe:
+        assert pipe.read() == str(every)
 
 
 def test_bytes_that_are_no_request_end_their_connection_and_nothing_else(client: tq.TransferQueueClient):
     host, port = client.config.controller.zmq_info.address.removeprefix("tcp://").split(":")
-    for garbage in (
-        b"GET / HTTP/1.1\r\n\r\n",
-        b"\xff" * 64,
-        (3).to_bytes(4, "little") + b"\xc1\xc1\xc1",
-        b"\1",
-    ):
+    bad_message = (3).to_bytes(4, "little") + b"\xc1\xc1\xc1"
+    for garbage in (b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 64, bad_message, b"\1"):
         with socket.create_connection((host, int(port)), 10) as connection:
             connection.sendall(garbage)
             connection.shutdown(socket.SHUT_WR)
@@ -251,29 +207,74 @@ def test_a_closed_client_says_so(client: tq.TransferQueueClient):
         ({"address": "nonsense"}, "no address"),
     ],
 )
-def test_settings_that_cannot_be_are_refused(conf: dict[str, Any], message: str):
+def test_settings_that_cannot_be_are_refused(alone: None, conf: dict[str, Any], message: str):
     with pytest.raises(ValueError, match=message):
         tq.init(conf)
-    assert ADDRESS not in os.environ
 
 
-def test_limits_of_the_store_hold(monkeypatch: pytest.MonkeyPatch):
-    from transferqueue import Full
-    from transferqueue.compat.transfer_queue import client as module
+def test_init_is_idempotent_and_close_ends_what_it_started(alone: None):
+    config = tq.init({"backend": ONE_UNIT})
+    client = tq.get_client()
+    assert tq.init() is config
+    assert tq.get_client() is client
+    address = os.environ[ADDRESS]
+    tq.close()
+    tq.close()
+    with pytest.raises(tq.NotInitialized, match="call init"):
+        tq.kv_list()
+    with pytest.raises(RuntimeError, match="did the process that called"):
+        tq.init({"address": address})
 
-    monkeypatch.setattr(module, "_PUT_SECONDS", 0.1)
+
+def test_a_store_with_a_token_lets_only_those_in_who_have_it(alone: None):
+    config = tq.init({"token": "secret", "backend": ONE_UNIT})
+    assert "secret" not in str({**config, "controller": None})
+    for wrong in (None, "guess"):
+        with pytest.raises(Unauthorized, match="token"):
+            Link(config.controller.zmq_info.address, wrong)
+    other = tq.TransferQueueClient("other", config.controller.zmq_info)
+    assert other.get_partition_list() == []
+    other.close()
+    assert os.environ["TRANSFER_QUEUE_TOKEN"] == "secret", "for the processes that this one starts"
+
+
+def test_limits_of_the_store_hold(alone: None, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(client_module, "_PUT_SECONDS", 0.1)
     tq.init({"backend": {"SimpleStorage": {"total_storage_size": 3, "num_data_storage_units": 1}}})
-    try:
-        first = rows(tq.get_client(), 2)
-        with pytest.raises(Full):
-            rows(tq.get_client(), 2)
-        tq.get_client().clear_samples(first)
-        rows(tq.get_client(), 3)
-    finally:
-        tq.close()
+    client = tq.get_client()
+    put(client, 2)
+    with pytest.raises(Full):
+        put(client, 2)
+    client.clear_partition("p")
+    put(client, 3)
 
 
-def test_everything_but_tensors_works_without_torch_and_ray(run: Run):
+def test_with_acks_everything_that_is_not_acked_returns(
+    alone: None, run: Run, eventually: Callable[..., None]
+):
+    tq.init({"controller": {"polling_mode": True, "settle": "ack"}, "backend": ONE_UNIT})
+    client = tq.get_client()
+    put(client, 6)
+    process = run(
+        """
+        import sys
+        import transferqueue.compat.transfer_queue as tq
+
+        client = tq.get_client()
+        metas = [client.get_meta(["x"], 2, "p", task_name="t") for _ in range(3)]
+        client.ack(metas[1], "t")
+        print("acked", flush=True)
+        sys.stdin.readline()
+        """
+    )
+    assert said(process) == "acked"
+    process.kill()
+    process.wait(10)
+    eventually(lambda: consumed(client) == b"\0\0\1\1\0\0")
+    assert (take(client), take(client)) == ([0, 1], [4, 5])
+
+
+def test_everything_but_tensors_works_without_torch_and_ray(alone: None, run: Run):
     process = run(
         """
         import sys

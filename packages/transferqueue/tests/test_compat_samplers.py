@@ -12,7 +12,7 @@ from transferqueue.compat.transfer_queue import (
     SequentialSampler,
 )
 from transferqueue.compat.transfer_queue.balance import get_seqlen_balanced_partitions
-from transferqueue.compat.transfer_queue.samplers import made
+from transferqueue.compat.transfer_queue.sampler import made
 
 
 class Tagged:

@@ -9,7 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 tensordict = pytest.importorskip("tensordict")
 import transferqueue.compat.transfer_queue as tq  # noqa: E402
-from transferqueue.compat.transfer_queue.streaming import chunk_batch_fn  # noqa: E402
+from transferqueue.compat.transfer_queue.dataloader import chunk_batch_fn  # noqa: E402
 
 TensorDict = tensordict.TensorDict
 torch.set_num_threads(1)
@@ -89,20 +89,21 @@ def test_ranks_of_a_group_get_the_same_batches_and_groups_share_the_samples(data
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_worker_processes_give_each_batch_once(dataset: Make, workers: int):
+def test_worker_processes_give_each_batch_once_and_in_order(dataset: Make, workers: int):
     put(0, 12)
     loader = tq.StreamingDataLoader(dataset(), num_workers=workers, prefetch_factor=2)
-    seen = numbers(first(loader, 6))
-    assert sorted(at for one in seen for at in one) == list(range(12))
+    every = [[at, at + 1] for at in range(0, 12, 2)]
+    assert numbers(first(loader, 6)) == every
     other = tq.StreamingDataLoader(dataset(), num_workers=0)
-    assert numbers(first(other, 6)) == seen, "the rank's other process gets them in the same order"
+    assert numbers(first(other, 6)) == every, "the rank's other process"
 
 
-def test_a_finite_stream_ends_for_every_rank_of_a_group(dataset: Make):
-    put(0, 6)
-    for _ in range(2):
+def test_a_finite_stream_ends_for_every_process_of_a_rank(dataset: Make):
+    put(0, 10)
+    for workers in (2, 0):
         finite = dataset(should_check_consumption_status=True)
-        assert numbers(list(tq.StreamingDataLoader(finite))) == [[0, 1], [2, 3], [4, 5]]
+        batches = list(tq.StreamingDataLoader(finite, num_workers=workers))
+        assert numbers(batches) == [[at, at + 1] for at in range(0, 10, 2)]
 
 
 def test_announced_samples_keep_a_finite_stream_open(dataset: Make, monkeypatch: pytest.MonkeyPatch):

@@ -40,9 +40,8 @@ from .kv import (
     kv_list,
     kv_put,
 )
-from .kv_metadata import KVBatchMeta
-from .metadata import BatchMeta
-from .samplers import (
+from .metadata import BatchMeta, KVBatchMeta
+from .sampler import (
     BaseSampler,
     GRPOGroupNSampler,
     RankAwareSampler,
@@ -52,7 +51,7 @@ from .samplers import (
 from .session import close, get_client, init
 
 if TYPE_CHECKING:
-    from .streaming import StreamingDataLoader, StreamingDataset
+    from .dataloader import StreamingDataLoader, StreamingDataset
 
 __all__ = [
     "BaseSampler",
@@ -100,7 +99,7 @@ def __getattr__(name: str) -> Any:
     if name not in _NEED_TORCH:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
-        return getattr(importlib.import_module(f"{__name__}.streaming"), name)
+        return getattr(importlib.import_module(f"{__name__}.dataloader"), name)
     except ImportError as error:
         raise ExtraMissing(
             f"{name} needs torch and tensordict: pip install 'relax-transferqueue[torch]' tensordict"

@@ -14,7 +14,7 @@ from .errors import InvalidRequest, KeysNotFound, RequestFailed, StorageKeyNotFo
 from .messages import FieldWrite, Places, Status, each
 from .packing import pack, unpack
 from .partitions import Cell, Field, Partition, Sample
-from .samplers import BaseSampler, may_borrow
+from .sampler import BaseSampler, may_borrow
 
 
 @dataclass(eq=False)
@@ -240,6 +240,7 @@ class Catalog:
             return None
         samples = self.known([int(index) for index in chosen], name)
         new = partition.consume(task, [int(index) for index in consumed])
+        partition.changes += 1  # a worker may have waited for its turn
         ticket = 0
         if new and not self.sampler.has_cached_result(name, task, config):
             # What is kept for a rank belongs to the rank: whoever takes its place asks for it by batch_index.
@@ -303,6 +304,12 @@ class Catalog:
         status = self.consumption(name, task)
         done = bool(status.indexes) and all(status.states)
         return done and not self.sampler.has_cached_result(name, task, config)
+
+    def in_turn(self, name: str, task: str, config: dict[str, Any]) -> bool:
+        """Whether a rank's batch may be taken without leaving out the one before."""
+        index = config["batch_index"]
+        before = config | {"batch_index": index - 1}
+        return not self.sampler.by_rank or not index or self.sampler.has_cached_result(name, task, before)
 
     # -- clearing --------------------------------------------------------------------------------------------
 

@@ -17,10 +17,10 @@ import numpy as np
 from ... import Partition, UnknownSample, connect
 from ...errors import Timeout
 from . import messages as m
+from .batch_metadata import BatchMeta, batch_of
 from .config import Config, addressed
 from .errors import InvalidRequest, RequestFailed, StorageKeyNotFoundError
 from .link import Link
-from .metadata import BatchMeta, batch_of
 from .packing import pack, unpack
 from .rows import Encoded, Rows, encode, read
 from .tensors import batch, tensordict, torch_module
@@ -383,6 +383,11 @@ class TransferQueueClient:
     def drained(self, partition_id: str, task_name: str, sampling_config: Mapping[str, Any]) -> bool:
         """Whether a task has consumed all of a partition, and no batch is kept for this rank and index."""
         request = m.Drained(partition_id, task_name, pack(dict(sampling_config)))
+        return self._link.call(request, bool)
+
+    def in_turn(self, partition_id: str, task_name: str, sampling_config: Mapping[str, Any]) -> bool:
+        """Whether a rank's batch may be taken without leaving out the one before."""
+        request = m.InTurn(partition_id, task_name, pack(dict(sampling_config)))
         return self._link.call(request, bool)
 
     def dump_catalog(self) -> bytes:

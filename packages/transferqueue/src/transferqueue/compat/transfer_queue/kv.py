@@ -7,9 +7,9 @@ import functools
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
+from .batch_metadata import BatchMeta, batch_of
 from .errors import FieldsNotReady, InvalidRequest
 from .kv_metadata import KVBatchMeta
-from .metadata import BatchMeta, batch_of
 from .rows import encode, is_nested
 from .session import get_client
 

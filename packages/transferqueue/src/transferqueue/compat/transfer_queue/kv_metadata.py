@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from .batch_metadata import merged_info, parts
 from .errors import InvalidRequest, RequestFailed
-from .metadata import merged_info, parts
 
 
 @dataclass

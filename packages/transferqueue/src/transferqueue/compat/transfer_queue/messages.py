@@ -189,6 +189,14 @@ class Drained(Request, frozen=True, array_like=True, tag=True):
     config: bytes
 
 
+class InTurn(Request, frozen=True, array_like=True, tag=True):
+    """Whether the batch before this rank's and index's was taken, or the sampler does not go by rank."""
+
+    partition: str
+    task: str
+    config: bytes
+
+
 class Dump(Request, frozen=True, array_like=True, tag=True):
     """The catalog's whole state, packed, for a checkpoint."""
 
@@ -243,8 +251,8 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True):
 
 AnyRequest = (
     Hello | Goodbye | Retrieve | Allocate | Insert | Commit | Locate | Take | Scan | Ack | SetMeta | Clear
-    | ClearPartition | Consumption | Production | Reset | Names | KeysOf | ListKeys | News | Drained | Dump
-    | Load
+    | ClearPartition | Consumption | Production | Reset | Names | KeysOf | ListKeys | News | Drained | InTurn
+    | Dump | Load
 )  # fmt: skip
 
 

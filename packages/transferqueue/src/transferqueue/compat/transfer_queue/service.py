@@ -70,7 +70,7 @@ class CatalogServer:
 
     async def _run(self, host: str, port: int, started: "Future[int]") -> None:
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._serving: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
         try:
             server = await asyncio.start_server(self._accept, host, port, limit=1 << 20)
         except OSError as error:
@@ -79,20 +79,21 @@ class CatalogServer:
         started.set_result(server.sockets[0].getsockname()[1])
         await self._stop.wait()
         server.close()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for writer in self._serving.values():
+            writer.transport.abort()  # its task sees the connection end
+        if self._serving:
+            await asyncio.wait(list(self._serving), timeout=5)
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
-        self._tasks.add(task)
+        self._serving[task] = writer
         try:
             await self._serve(reader, writer)
         except (asyncio.IncompleteReadError, ConnectionError):
             return  # the client is gone; its session has ended with its last connection
         finally:
-            self._tasks.discard(task)
+            del self._serving[task]
             writer.close()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -173,7 +174,9 @@ class CatalogServer:
                     patience,
                     lambda: catalog.take(session, partition, fields, task, count, wanted, done),
                 )
-                return m.Places(partition, [], [], [], b"", pack([])) if taken is None else taken
+                if taken is None:
+                    return m.Places(partition, [], [], [], b"", pack([]))
+                return self._woken(taken, partition)
             case m.News(partition, seen, patience):
                 news = await self._until(partition, patience, lambda: self._changes(partition, seen))
                 return seen if news is None else news
@@ -213,6 +216,8 @@ class CatalogServer:
                 return pack(catalog.list_keys(partition))
             case m.Drained(partition, task, config):
                 return catalog.drained(partition, task, unpack(config))
+            case m.InTurn(partition, task, config):
+                return catalog.in_turn(partition, task, unpack(config))
             case m.Dump():
                 return catalog.dump()
             case m.Load(state, rows):

@@ -10,12 +10,13 @@ from typing import Any
 
 from ... import Server, connect, serve
 from . import messages as m
+from . import ray_discovery
 from .catalog import Catalog
 from .client import FREED, STORE_PARTITION, TransferQueueClient
 from .config import Config, addressed, merged
 from .errors import NotInitialized
 from .packing import pack
-from .samplers import made
+from .sampler import made
 from .service import CatalogServer
 
 ADDRESS, TOKEN = "TRANSFER_QUEUE_ADDRESS", "TRANSFER_QUEUE_TOKEN"
@@ -25,6 +26,7 @@ ADDRESS, TOKEN = "TRANSFER_QUEUE_ADDRESS", "TRANSFER_QUEUE_TOKEN"
 class _Started:
     server: Server
     catalog: CatalogServer
+    claim: ray_discovery.Claim | None
 
 
 @dataclass
@@ -45,7 +47,8 @@ def init(conf: Mapping[str, Any] | None = None) -> Config:
 
     The address comes from ``conf["address"]``, else from the environment variable ``TRANSFER_QUEUE_ADDRESS``
     (with ``TRANSFER_QUEUE_TOKEN``), which `init` sets where it starts a store, so that the processes this one
-    starts join it. Called again it does nothing.
+    starts join it. Else, if the program has Ray running, the first process of the Ray job to call `init`
+    starts the store, and the others find it. Called again it does nothing.
 
     Args:
         conf: nested mappings, also OmegaConf's. Read here: ``address``, ``token``;
@@ -74,8 +77,12 @@ def init(conf: Mapping[str, Any] | None = None) -> Config:
                 where, said = addressed(address)
                 _current = _Session(_client({"address": where, "token": said or token}), os.getpid())
             else:
-                _current = _start(config, token)
-                atexit.register(close)
+                claim = ray_discovery.claim()
+                if claim is not None and claim.found is not None:
+                    _current = _Session(_client(claim.found), os.getpid())
+                else:
+                    _current = _start(config, token, claim)
+                    atexit.register(close)
         return _current.client.config
 
 
@@ -83,34 +90,42 @@ def _client(info: Mapping[str, Any]) -> TransferQueueClient:
     return TransferQueueClient(f"client-{os.getpid()}", info)
 
 
-def _start(config: Config, token: str | None) -> _Session:
+def _start(config: Config, token: str | None, claim: ray_discovery.Claim | None) -> _Session:
+    with contextlib.ExitStack() as stack:
+        if claim is not None:
+            stack.callback(claim.give_up)
+            claim.check_reachable(config.backend.SimpleStorage.host)
+        session = _started(config, token, claim, stack)
+        if claim is not None:
+            claim.publish({"address": session.client.config.controller.zmq_info.address, "token": token})
+        stack.pop_all()
+    os.environ[ADDRESS] = session.client.config.controller.zmq_info.address
+    if token:
+        os.environ[TOKEN] = token
+    return session
+
+
+def _started(
+    config: Config, token: str | None, claim: ray_discovery.Claim | None, stack: contextlib.ExitStack
+) -> _Session:
     sampler = made(config.controller.sampler)
     config.controller.sampler = type(sampler).__name__
     config.token, storage = None, config.backend.SimpleStorage  # the token travels with the address alone
     announced = int(os.environ.get("TQ_PRE_ALLOC_SAMPLE_NUM", 1))
-    with contextlib.ExitStack() as stack:
-        server = stack.enter_context(
-            serve(
-                int(storage.num_data_storage_units),
-                max_bytes=storage.max_bytes,
-                host=storage.host,
-                token=token,
-            )
+    server = stack.enter_context(
+        serve(
+            int(storage.num_data_storage_units), max_bytes=storage.max_bytes, host=storage.host, token=token
         )
-        with connect(server) as queue:
-            size = storage.total_storage_size
-            queue.partition(
-                STORE_PARTITION, {FREED: [FREED]}, max_samples=None if size is None else int(size)
-            )
-        welcome = m.Welcome(server.address, token, pack(config))
-        catalog = CatalogServer(Catalog(sampler, announced), welcome, token, storage.host, 0)
-        stack.callback(catalog.close)
-        client = _client({"address": catalog.address, "token": token})
-        stack.pop_all()
-    os.environ[ADDRESS] = catalog.address
-    if token:
-        os.environ[TOKEN] = token
-    return _Session(client, os.getpid(), _Started(server, catalog))
+    )
+    with connect(server) as queue:
+        size = storage.total_storage_size
+        queue.partition(STORE_PARTITION, {FREED: [FREED]}, max_samples=None if size is None else int(size))
+    welcome = m.Welcome(server.address, token, pack(config))
+    catalog = CatalogServer(Catalog(sampler, announced), welcome, token, storage.host, 0)
+    stack.callback(catalog.close)
+    client = _client({"address": catalog.address, "token": token})
+    stack.callback(client.close)
+    return _Session(client, os.getpid(), _Started(server, catalog, claim))
 
 
 def get_client() -> TransferQueueClient:
@@ -141,5 +156,7 @@ def close() -> None:
         if os.environ.get(ADDRESS) == session.started.catalog.address:
             os.environ.pop(ADDRESS)
             os.environ.pop(TOKEN, None)
+        if session.started.claim is not None:
+            session.started.claim.give_up()
         session.started.catalog.close()
         session.started.server.close()

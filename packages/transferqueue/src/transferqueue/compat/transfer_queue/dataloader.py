@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
+from .batch_metadata import BatchMeta
 from .client import TransferQueueClient
 from .errors import InvalidRequest
-from .metadata import BatchMeta
 from .tensors import tensordict
 
 _NEWS_SECONDS = 0.5  # how late a worker sees that the loop which it feeds was left
@@ -21,7 +21,7 @@ class StreamingDataset(IterableDataset):
     """Iterates over micro-batches of one task: pairs of a TensorDict and its `BatchMeta`.
 
     In a `DataLoader` with several workers, worker w of n takes the rank's batches w, w + n, ...: none comes
-    twice, and they come in the same order in every process of the rank.
+    twice, and they come in order.
 
     Args:
         config: what `init` returned, in this process or another.
@@ -107,6 +107,9 @@ class StreamingDataset(IterableDataset):
             if self._ended(client, index):
                 return
             seen = client.changes(self.partition_id)
+            if step > 1 and not client.in_turn(*self._batch_of(index)):
+                client.changes(self.partition_id, seen, _NEWS_SECONDS)
+                continue
             batch, meta = self.fetch_batch_fn(
                 tq_client=client,
                 data_fields=self.data_fields,
@@ -122,10 +125,10 @@ class StreamingDataset(IterableDataset):
                 client.changes(self.partition_id, seen, _NEWS_SECONDS)
 
     def _ended(self, client: TransferQueueClient, index: int) -> bool:
-        config = self.sampling_config | {"batch_index": index}
-        return self.should_check_consumption_status and client.drained(
-            self.partition_id, self.task_name, config
-        )
+        return self.should_check_consumption_status and client.drained(*self._batch_of(index))
+
+    def _batch_of(self, index: int) -> tuple[str, str, dict[str, Any]]:
+        return self.partition_id, self.task_name, self.sampling_config | {"batch_index": index}
 
     def reset(self) -> None:
         """Starts over with the batches taken so far."""

@@ -18,7 +18,12 @@ class BaseSampler(ABC):
 
     What `_states[partition_id][task_name][dp_rank][batch_index]` holds is served again to whoever asks for
     the same batch, also when nothing is ready.
+
+    Attributes:
+        by_rank: whether it keeps batches so. The workers of a loader then take a rank's batches in order.
     """
+
+    by_rank = False
 
     def __init__(self) -> None:
         self._states: dict[Any, Any] = {}
@@ -82,6 +87,8 @@ class RankAwareSampler(BaseSampler):
     ``batch_index`` gets the next samples, the others the same.
     """
 
+    by_rank = True
+
     def sample(
         self,
         ready_indexes: list[int],
@@ -110,6 +117,8 @@ class GRPOGroupNSampler(BaseSampler):
     A group is served when all of it is ready, and never mixed with another: the samples of a partition are
     counted in the order in which they were put, and each n of them are a group.
     """
+
+    by_rank = True
 
     def __init__(self, n_samples_per_prompt: int = 1) -> None:
         super().__init__()
