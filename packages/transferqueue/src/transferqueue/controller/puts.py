@@ -166,20 +166,9 @@ class Puts:
             if body.lengths is not None:
                 _check_values(body.lengths, len(body.ids))
         grant = self._memory.name(body.range, call.session.number)
-        try:
-            if isinstance(body, Commit):
-                shelf.partition.check_open()
-                shelf.partition.check_groups(body.groups or (), body.group_sizes)
-                self._shelves.check_size(shelf, body.rows, body.nbytes)
-            else:
-                shelf.partition.known(body.ids)
-            shelf.partition.check_schema(body.specs)
-        except QueueError:
-            self._memory.discard(body.range)
-            self.end_if_large(grant)
-            raise
         where = (body.range.start, body.range.stop)
         if grant.unit is not None and where not in grant.written:
+            self._check_early(body, shelf, grant)
             if self._units.silent(grant.unit):
                 self._memory.discard(body.range)
                 self.end_grant(grant)
@@ -243,9 +232,25 @@ class Puts:
         else:
             shelf = self._shelves[body.partition]
             if self._must_wait(shelf, body.rows, body.nbytes, body.ticket):
+                self._check_early(body, shelf, grant)
                 self._wait(call, shelf)
             else:
                 self._put(call, grant, body)
+
+    def _check_early(self, body: Commit | CommitUpdate, shelf: Shelf, grant: Grant) -> None:
+        """Refuses at once what would be refused after a wait."""
+        try:
+            if isinstance(body, Commit):
+                shelf.partition.check_open()
+                shelf.partition.check_groups(body.groups or (), body.group_sizes)
+                self._shelves.check_size(shelf, body.rows, body.nbytes)
+            else:
+                shelf.partition.known(body.ids)
+            shelf.partition.check_schema(body.specs)
+        except QueueError:
+            self._memory.discard(body.range)
+            self.end_if_large(grant)
+            raise
 
     def _put(self, call: Call, grant: Grant | None, body: Commit) -> None:
         shelf = self._shelves[body.partition]
