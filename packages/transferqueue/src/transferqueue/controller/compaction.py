@@ -8,34 +8,42 @@ from ..errors import Full
 from ..wire.messages import Range
 from .blocks import Block, Grant
 from .memory import Memory
+from .timers import Timers
 from .units import Units
 
 _WORTH_IT = 1 << 18  # bytes; smaller blocks die as a whole soon enough
+_PATIENCE = 1.0  # seconds
 
 
 class Compaction:
     """Has storage units copy, and moves the samples when they have."""
 
-    def __init__(self, memory: Memory, units: Units) -> None:
+    def __init__(self, memory: Memory, units: Units, timers: Timers) -> None:
         self._memory = memory
         self._units = units
+        self._timers = timers
         self._moving: set[int] = set()
 
     def consider(self, block: Block) -> None:
-        """Compacts the block if half of its rows are gone since it was made."""
-        if (
-            block.nbytes < _WORTH_IT
-            or not 0 < block.living <= len(block.samples) // 2
-            or block.number in self._moving
-        ):
+        """Compacts the block if half of its rows are gone since it was made, and stay so for a while: one
+        that is being consumed is soon gone as a whole.
+        """
+        if block.nbytes >= _WORTH_IT and _is_half_dead(block) and block.number not in self._moving:
+            self._moving.add(block.number)
+            living = block.living
+            self._timers.at(self._timers.now() + _PATIENCE, lambda: self._compact(block, living))
+
+    def _compact(self, block: Block, living: int) -> None:
+        if block.living != living:  # it goes on dying: the next row that goes will ask again
+            self._moving.discard(block.number)
             return
         rows = [row for row, sample in enumerate(block.samples) if sample is not None]
         try:
             # A row may hold most of the bytes: the whole of the block is asked for, the rest given back.
             grant = self._memory.take(block.nbytes, None, None)
         except Full:
+            self._moving.discard(block.number)
             return  # it stays as it is
-        self._moving.add(block.number)
         block.pins += 1  # it must not go while it is read
         if not self._units.compact(
             block.range,
@@ -55,3 +63,7 @@ class Compaction:
             self._memory.move(block, rows, where)
         self._memory.end(grant)
         self._memory.let_go(block)
+
+
+def _is_half_dead(block: Block) -> bool:
+    return 0 < block.living <= len(block.samples) // 2

@@ -6,6 +6,7 @@ import struct
 from collections.abc import Callable
 
 from ..errors import Full
+from ..scheduling.events import Event
 from ..wire.messages import (
     Ack,
     Admit,
@@ -77,8 +78,8 @@ class Recording:
         self.note(events.PartitionOpened(shelf.body))
         shelf.partition.recorder = self._of(shelf.number)
 
-    def _of(self, number: int) -> Callable[[events.Event], None]:
-        def note(event: events.Event) -> None:
+    def _of(self, number: int) -> Callable[[Event], None]:
+        def note(event: Event) -> None:
             self._items.append(events.encode(events.Changed(number, event)))
 
         return note

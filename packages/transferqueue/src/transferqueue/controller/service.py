@@ -49,7 +49,7 @@ from ..wire.messages import (
 from ..wire.node import Call, Node, Session
 from .admissions import Admissions
 from .backing import Backing, InFiles
-from .blocks import Grant
+from .blocks import Block, Grant
 from .compaction import Compaction
 from .fetches import Fetches, lease_seconds
 from .journal import Journal
@@ -116,7 +116,7 @@ class ControllerService:
         self._puts = Puts(self._generation, self._shelves, self._memory, self._units, self._timers)
         self._fetches = Fetches(self._shelves, self._memory, self._timers)
         self._admissions = Admissions(self._shelves, self._timers)
-        self._compaction = Compaction(self._memory, self._units)
+        self._compaction = Compaction(self._memory, self._units, self._timers)
         self._returning = Returning(node, self._memory, self._puts, self._shelves, self._timers)
         self._leftovers: list[Grant] = []
         self._unreached: dict[int, int] = {}
@@ -364,11 +364,14 @@ class ControllerService:
     def _free(self, shelf: Shelf) -> None:
         freed, shelf.partition.freed = shelf.partition.freed, []
         self._puts.room_made = True
+        touched: dict[Block, None] = {}
         for sample in freed:
             for block, row in sample.places:
                 self._memory.row_gone(block, row)
-                self._compaction.consider(block)
+                touched[block] = None
             sample.places.clear()
+        for block in touched:
+            self._compaction.consider(block)
 
     def close(self) -> None:
         self._returning.close()
@@ -402,8 +405,8 @@ class ControllerService:
                     arenas=arenas,
                     capacity=memory.capacity,
                     used=memory.used,
-                    network_read_bytes_total=0,
-                    network_written_bytes_total=0,
+                    network_read_bytes_total=self._units.moved(address.number)[0],
+                    network_written_bytes_total=self._units.moved(address.number)[1],
                 )
                 for address in self._units.addresses
             ],

@@ -42,6 +42,7 @@ class Unit:
         orders: not reported yet, with what to do then.
         unanswered: orders that were under way at the last check.
         awaited: orders that a client waits for.
+        moved: payload bytes it has sent to and received from other hosts, as it said last.
     """
 
     address: UnitAddress
@@ -50,6 +51,7 @@ class Unit:
     orders: dict[int, Finished] = field(default_factory=dict)
     unanswered: set[int] = field(default_factory=set)
     awaited: set[int] = field(default_factory=set)
+    moved: tuple[int, int] = (0, 0)
 
 
 class Units:
@@ -199,9 +201,14 @@ class Units:
         call.reply(Done())
         unit.silent = False
         unit.awaited.discard(body.order)
+        unit.moved = body.moved
         done = unit.orders.pop(body.order, None)
         if done is not None:
             done(body.error, body.values)
+
+    def moved(self, number: int) -> tuple[int, int]:
+        """Payload bytes sent to and received from other hosts, a moment ago."""
+        return self._units[number].moved
 
     def number_of(self, call: Call) -> int:
         """Which unit is asking. Unauthorized if none is."""

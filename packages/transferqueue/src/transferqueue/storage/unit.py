@@ -182,7 +182,7 @@ class StorageUnit:
             error = str(failure)
         except OSError as failure:
             error = f"{order.what}: {failure}"
-        self._overseer.tell(Report(order.number, error, values))
+        self._overseer.tell(Report(order.number, error, values, (self.read_bytes, self.written_bytes)))
 
     def _compact(self, source: Range, rows: list[int], target: Range) -> int:
         view = self._arenas.read(source.arena, source.start, source.stop)

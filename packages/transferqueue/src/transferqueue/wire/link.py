@@ -10,7 +10,7 @@ import os
 import secrets
 import threading
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass, field
@@ -137,7 +137,7 @@ class Peer:
     welcome: "Future[Welcome]" = field(default_factory=Future)
     socket: Any = None
     monitor: Any = None
-    outstanding: dict[int, Pending] = field(default_factory=dict)
+    outstanding: OrderedDict[int, Pending] = field(default_factory=OrderedDict)
     ids: "count[int]" = field(default_factory=lambda: count(1))
     confirmed: list[int] = field(default_factory=list)
     heard: float = 0.0

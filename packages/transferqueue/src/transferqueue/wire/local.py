@@ -26,9 +26,8 @@ from .local_session import (
 )
 from .messages import RequestBody, Welcome
 
-
 _SPIN_SECONDS = 100e-6
-# A spin that found an answer earns 1, one in vain costs more; who has nothing left sleeps so many times first.
+# A spin that found an answer earns 1, one in vain costs more; who has nothing left sleeps so often first.
 _SPIN_CREDIT, _SPIN_COST, _SPIN_PAUSE = 32, 8, 256
 
 

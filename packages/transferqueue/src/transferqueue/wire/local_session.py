@@ -9,7 +9,7 @@ import os
 import socket
 import struct
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from itertools import count
 
@@ -85,7 +85,8 @@ class LocalSession:
         self.address = address
         self.failed: QueueError | None = None
         self.welcome: Welcome | None = None
-        self.outstanding: dict[int, LocalPending] = {}
+        # Its first key is asked for all the time: a dict would look for it among what was deleted.
+        self.outstanding: OrderedDict[int, LocalPending] = OrderedDict()
         self.ordered: Callable[[Order], None] | None = None
         self._token = token or ""
         self._client = client

@@ -422,11 +422,14 @@ class Written(_Body, frozen=True):
 
 
 class Report(_Body, frozen=True):
-    """An order is done, or failed with an error in words."""
+    """An order is done, or failed with an error in words. `moved`: payload bytes that the unit has sent to
+    and received from other hosts.
+    """
 
     order: int
     error: str
     values: dict[str, Any]
+    moved: tuple[int, int]
 
 
 class Attach(_Body, frozen=True):

@@ -152,7 +152,7 @@ class Session:
         self.number = number
         self.low = 0
         self.done = IdSet()
-        self.answers: dict[int, Answered] = {}
+        self.answers: OrderedDict[int, Answered] = OrderedDict()
         self.waiting: dict[int, Call] = {}
         self.connection: Connection | None = None
         self.arenas: set[int] = set()
@@ -318,7 +318,7 @@ class Node:
         """A client of an earlier life of this server, which may come back."""
         session = self._sessions[number] = Session(number)
         session.low = low
-        session.answers = {answered.id: answered for answered in answers}
+        session.answers.update((answered.id, answered) for answered in answers)
         return session
 
     # -- what listeners hear ---------------------------------------------------------------------------------
