@@ -140,6 +140,22 @@ def test_two_first_writes_of_a_sample_agree_on_one_row():
     assert catalog.production("p", ["x", "y"]).indexes is None, "the refused commit wrote nothing"
 
 
+def test_two_first_writes_of_a_key_agree_on_one_row():
+    catalog = make()
+    assert catalog.rows_of("p", ["a", "b"]) == [0, 0]
+    first = catalog.commit_keys("p", ["a", "b"], [0, 0], [7, 8], [ints("x")], pack([{"v": 1}, {}]))
+    assert (first.indexes, first.rows) == ([0, 1], [7, 8])
+    beaten = catalog.commit_keys("p", ["a", "c"], [0, 0], [9, 10], [ints("y")], None)
+    assert (beaten.indexes, beaten.rows) == ([], [7, 0])
+    assert catalog.list_keys("p") == {"p": {"a": {"v": 1}, "b": {}}}, "the refused commit made nothing"
+    again = catalog.commit_keys("p", ["a", "c"], [7, 0], [7, 11], [ints("y")], None)
+    assert (again.indexes, again.rows) == ([0, 2], [7, 11])
+    assert [field.name for field in again.fields] == ["y"]
+    catalog.clear([0], "p")
+    with pytest.raises(StorageKeyNotFoundError, match="cleared while"):
+        catalog.commit_keys("p", ["a"], [7], [7], [ints("x")], None)
+
+
 def test_keys_that_are_missing_are_left_out_made_or_an_error():
     catalog = make()
     catalog.retrieve("p", ["a"], True, False, None)

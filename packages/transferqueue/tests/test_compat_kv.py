@@ -228,6 +228,7 @@ def test_a_changed_dtype_is_refused_and_stores_nothing(kv: Calls):
     with pytest.raises(ValueError, match="'x' of partition 'p' is int64, got float32"):
         kv.kv_batch_put(keys=["a", "b"], partition_id="p", fields=td(2, x=torch.zeros(2, 3)))
     assert lists(kv.kv_batch_get(keys="a", partition_id="p")["x"]) == [[0, 0, 0]]
+    assert kv.kv_list() == {"p": {"a": {}}}, "no key is there whose put failed"
     kv.kv_put(key="a", partition_id="other", fields={"x": torch.zeros(3)})
 
 

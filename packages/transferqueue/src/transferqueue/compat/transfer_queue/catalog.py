@@ -109,6 +109,48 @@ class Catalog:
             self._merge(samples, metas)
         return rows
 
+    def rows_of(self, name: str, keys: list[str]) -> list[int]:
+        """Where the samples of keys lie; 0 for those that have no payload or are not there."""
+        partition = self.partitions.get(name, Partition(name, []))
+        found = [partition.keys.get(key) for key in keys]
+        return [0 if index is None else partition.samples[index].row for index in found]
+
+    def commit_keys(
+        self,
+        name: str,
+        keys: list[str],
+        known: list[int],
+        rows: list[int],
+        fields: list[FieldWrite],
+        metas: bytes | None,
+    ) -> Places:
+        """Notes payload and tags of keys, and makes those that are missing. See `messages.CommitKeys`.
+
+        Where another client has given a sample its row meanwhile, nothing is changed: the answer has no
+        indexes, and the rows as they are.
+        """
+        there = self.rows_of(name, keys)
+        gone = [key for key, old, now in zip(keys, known, there, strict=True) if old and old != now]
+        if gone:
+            raise StorageKeyNotFoundError(
+                f"keys {gone[:8]} of partition {name!r} were cleared while they were written; put them again"
+            )
+        if any(now and row and now != row for now, row in zip(there, rows, strict=True)):
+            return Places(name, [], there, [], b"", pack([]))
+        if name in self.partitions:
+            self.partitions[name].check(fields)
+        partition = self._partition(name)
+        missing = [key for key in keys if key not in partition.keys]
+        self._make(partition, len(missing), missing)
+        samples = [partition.samples[partition.keys[key]] for key in keys]
+        for sample, row in zip(samples, rows, strict=True):
+            sample.row = sample.row or row
+        if fields:
+            partition.write(samples, fields)
+        if metas is not None:
+            self._merge(samples, metas)
+        return self._described(partition, samples, partition.common_fields(samples))
+
     def set_meta(self, indexes: list[int], partitions: str | list[str], metas: bytes) -> None:
         """Merges tags into those of samples."""
         self._merge(self.known(indexes, partitions), metas)

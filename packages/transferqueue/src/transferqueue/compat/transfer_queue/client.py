@@ -222,33 +222,63 @@ class TransferQueueClient:
         indexes: list[int],
         partitions: str | list[str],
         encoded: Encoded,
-        metas: Sequence[Mapping[str, Any]] | None,
-        rows: list[int] | None = None,
+        metas: Sequence[Mapping[str, Any]],
     ) -> None:
-        """Writes fields of samples, and merges their tags. `rows`: where they lie, if that is known."""
-        if rows is None:
-            rows = self._link.call(m.Locate(indexes, partitions, None), m.Places).rows
+        """Writes fields of samples, and merges their tags."""
+        tags = pack(list(metas))
+        known = self._link.call(m.Locate(indexes, partitions, None), m.Places).rows
+        while True:
+            with self._written(encoded, known) as rows:
+                there = self._link.call(m.Commit(indexes, partitions, rows, encoded.writes, tags), list[int])
+            if there == rows:
+                return
+            known = self._beaten(known, rows, there)
+
+    def write_keys(
+        self,
+        partition: str,
+        keys: list[str],
+        encoded: Encoded | None,
+        metas: Sequence[Mapping[str, Any]] | None,
+    ) -> m.Places:
+        """Writes fields, tags or both of the samples of keys; makes those that are missing."""
         tags = None if metas is None else pack(list(metas))
-        new = [at for at, row in enumerate(rows) if not row]
-        old = [at for at, row in enumerate(rows) if row]
+        if encoded is None:
+            none = [0] * len(keys)
+            return self._link.call(m.CommitKeys(partition, keys, none, none, [], tags), m.Places)
+        known = self._link.call(m.RowsOf(partition, keys), list[int])
+        while True:
+            with self._written(encoded, known) as rows:
+                request = m.CommitKeys(partition, keys, known, rows, encoded.writes, tags)
+                places = self._link.call(request, m.Places)
+            if places.indexes:
+                return places
+            known = self._beaten(known, rows, places.rows)
+
+    @contextlib.contextmanager
+    def _written(self, encoded: Encoded, known: list[int]) -> Iterator[list[int]]:
+        """Payload in the store: over the rows that are known, and in new ones where there are none (0)."""
+        new = [at for at, row in enumerate(known) if not row]
+        old = [at for at, row in enumerate(known) if row]
+        rows = list(known)
         with contextlib.ExitStack() as stack:
             if old:
                 columns = encoded.only(old) if new else encoded.columns
                 try:
-                    self._store.update([rows[at] for at in old], columns, timeout=_PUT_SECONDS)
+                    self._store.update([known[at] for at in old], columns, timeout=_PUT_SECONDS)
                 except UnknownSample as error:
-                    raise _stale(indexes) from error
+                    raise StorageKeyNotFoundError("samples were cleared while they were written") from error
             if new:
                 columns = encoded.only(new) if old else encoded.columns
                 made = stack.enter_context(self._rows(columns))
-                rows = list(rows)
                 for at, row in zip(new, made, strict=True):
                     rows[at] = row
-            request = m.Commit(indexes, partitions, rows, encoded.writes, tags)
-            placed = self._link.call(request, list[int])
-        if placed != rows:  # another client gave some of these samples their first payload meanwhile
-            self.free([row for row, there in zip(rows, placed, strict=True) if row != there])
-            self.write(indexes, partitions, encoded, metas, placed)
+            yield rows
+
+    def _beaten(self, known: list[int], rows: list[int], there: list[int]) -> list[int]:
+        """Another client gave some samples their first payload meanwhile: ours goes there too, anew."""
+        self.free([row for old, row in zip(known, rows, strict=True) if not old])
+        return [old or (now if now != row else 0) for old, row, now in zip(known, rows, there, strict=True)]
 
     def get_data(self, metadata: BatchMeta) -> Any:
         """The fields of a batch as a TensorDict, in the order of its samples.

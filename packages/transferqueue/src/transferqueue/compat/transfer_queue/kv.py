@@ -7,7 +7,7 @@ import functools
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
-from .batch_metadata import BatchMeta, batch_of
+from .batch_metadata import batch_of
 from .errors import FieldsNotReady, InvalidRequest
 from .kv_metadata import KVBatchMeta
 from .rows import encode, is_nested
@@ -85,15 +85,9 @@ def kv_batch_put(
     encoded = None if fields is None else encode(fields, data_parser)
     if encoded is not None and encoded.rows != len(keys):
         raise InvalidRequest(f"fields has {encoded.rows} rows, which does not match {len(keys)} keys")
-    client = get_client()
-    places = client.retrieve(keys, partition_id, create=True)
-    meta: BatchMeta = batch_of(places)
-    meta.update_custom_meta(tags)
-    if encoded is not None:
-        client.write(meta.global_indexes, partition_id, encoded, tags, places.rows)
-        meta._add(encoded.writes, encoded.rows)
-    else:
-        client.set_custom_meta(meta)
+    if not keys:
+        raise InvalidRequest("keys is empty; name at least one")
+    meta = batch_of(get_client().write_keys(partition_id, keys, encoded, tags))
     return KVBatchMeta(keys, meta.custom_meta, partition_id, meta.field_names, {})
 
 

@@ -91,6 +91,26 @@ class Commit(Request, frozen=True, array_like=True, tag=True):
     metas: bytes | None
 
 
+class RowsOf(Request, frozen=True, array_like=True, tag=True):
+    """Where the samples of keys lie in the store; 0 for those that have no payload or are not there."""
+
+    partition: str
+    keys: list[str]
+
+
+class CommitKeys(Request, frozen=True, array_like=True, tag=True):
+    """Payload of keys was written, over what lay in `known` rows (0: none known) and now lies in `rows` (0:
+    tags alone). Samples that are missing are made, so that no key is there before its payload.
+    """
+
+    partition: str
+    keys: list[str]
+    known: list[int]
+    rows: list[int]
+    fields: list[FieldWrite]
+    metas: bytes | None
+
+
 class Locate(Request, frozen=True, array_like=True, tag=True):
     """Where samples lie; `fields` None for a write, where a row may be missing (0)."""
 
@@ -250,9 +270,9 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True):
 
 
 AnyRequest = (
-    Hello | Goodbye | Retrieve | Allocate | Insert | Commit | Locate | Take | Scan | Ack | SetMeta | Clear
-    | ClearPartition | Consumption | Production | Reset | Names | KeysOf | ListKeys | News | Drained | InTurn
-    | Dump | Load
+    Hello | Goodbye | Retrieve | Allocate | Insert | Commit | RowsOf | CommitKeys | Locate | Take | Scan | Ack
+    | SetMeta | Clear | ClearPartition | Consumption | Production | Reset | Names | KeysOf | ListKeys | News
+    | Drained | InTurn | Dump | Load
 )  # fmt: skip
 
 

@@ -188,6 +188,12 @@ class CatalogServer:
                 return self._woken(catalog.insert(partition, rows, fields), partition)
             case m.Commit(indexes, partitions, rows, fields, metas):
                 return self._woken(catalog.commit(indexes, partitions, rows, fields, metas), partitions)
+            case m.RowsOf(partition, keys):
+                return catalog.rows_of(partition, keys)
+            case m.CommitKeys(partition, keys, known, rows, fields, metas):
+                return self._woken(
+                    catalog.commit_keys(partition, keys, known, rows, fields, metas), partition
+                )
             case m.Locate(indexes, partitions, fields):
                 return catalog.locate(indexes, partitions, fields)
             case m.Scan(partition, fields):
