@@ -111,12 +111,14 @@ def test_ranks_get_equal_parts_and_equally_many_micro_batches(queue: tq.Client, 
     sampler = Balanced(token_budget=12)
     got: list[list[list[int]]] = []
     for rank in range(2):
-        rounds = []
+        rounds: list[list[int]] = []
+        last = []
         for batch in part.stream("t", 8, sampler=sampler, rank=rank, world_size=2):
             rounds.append(batch["tokens"].lengths.tolist())
+            last.append(batch.is_last)
             assert batch.round == len(rounds) - 1
             batch.ack()
-        assert batch.is_last
+        assert last == [False] * (len(rounds) - 1) + [True]
         got.append(rounds)
     assert len(got[0]) == len(got[1])
     assert [sum(map(len, rounds)) for rounds in got] == [4, 4]
@@ -179,3 +181,35 @@ async def test_the_async_client_asks_alike(store: tq.Server, name: str) -> None:
         await batch.ack()
         chosen = await part.fetch("t", 1, sampler=lambda candidates, n: [candidates[0].id])
         assert chosen["tokens"].lengths.tolist() == [9]
+
+
+@pytest.mark.parametrize("transport", ["shm", "zmq"])
+def test_a_stream_that_asks_in_advance_delivers_the_same(store: tq.Server, transport: str, name: str) -> None:
+    with tq.connect(store, transport=transport) as queue:
+        part = queue.partition(name, tasks={"t": ["x"]})
+        for start in range(0, 40, 4):
+            part.put({"x": np.arange(start, start + 4)})
+        seen: list[int] = []
+        for batch in part.stream("t", 3, prefetch=2):
+            seen.extend(batch["x"].values.tolist())
+            batch.ack()
+            if len(seen) >= 12:
+                break
+        assert seen == list(range(12))
+        part.close()
+        for batch in part.stream("t", 3, prefetch=2):  # what was asked for in advance has come back
+            seen.extend(batch["x"].values.tolist())
+            batch.ack()
+        assert seen == list(range(40))
+
+
+async def test_an_async_stream_asks_in_advance(store: tq.Server, name: str) -> None:
+    async with await tq.connect_async(store) as queue:
+        part = await queue.partition(name, tasks={"t": ["x"]})
+        await part.put({"x": np.arange(10)})
+        await part.close()
+        seen: list[int] = []
+        async for batch in part.stream("t", 4, prefetch=1):
+            seen.extend(batch["x"].values.tolist())
+            await batch.ack()
+        assert seen == list(range(10))

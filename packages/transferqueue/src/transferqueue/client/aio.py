@@ -4,6 +4,7 @@ described there.
 
 import asyncio
 import weakref
+from collections import deque
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from types import TracebackType
 from typing import Unpack
@@ -19,9 +20,9 @@ from ..values.columns import Column
 from ..values.encode import Fields, Shared
 from ..wire.channel import AwaitedChannel
 from ..wire.local_async import AsyncLocalChannel
-from ..wire.steps import run_async
+from ..wire.steps import Begun, begin, run_async
 from .blocking import _CONTROL_TIMEOUT, Samples, _leave
-from .calls import Choose, Ledger, PartitionCalls, Ranks, wanted_of
+from .calls import Choose, Ledger, Loan, PartitionCalls, Ranks, wanted_of
 from .servers import Contact, Servers, goodbye
 
 
@@ -239,23 +240,36 @@ class AsyncPartition:
         fields: Sequence[str] | None = None,
         lease_seconds: float = 600.0,
         timeout: float = 86_400.0,
+        prefetch: int = 0,
         **ranks: Unpack[Ranks],
     ) -> AsyncGenerator[AsyncBatch, None]:
         """See `Partition.stream`. Use ``contextlib.aclosing`` to have the batch at hand returned at once."""
         wanted, choose = wanted_of(
             task, batch_size, sampler, None, max_priority, min_version, max_staleness, ranks
         )
-        while True:
+
+        def ask() -> Begun[Loan]:
             steps = self._calls.fetch(wanted, fields, lease_seconds, timeout, False, choose)
-            try:
-                batch = AsyncBatch(self._calls, await run_async(self._link, steps))
-            except Closed:
-                return
-            try:
-                yield batch
-            except BaseException:  # GeneratorExit or a cancellation
-                await _return(batch)
-                raise
+            return begin(self._link, steps)
+
+        ahead: deque[Begun[Loan]] = deque()
+        try:
+            while True:
+                try:
+                    loan = await run_async(self._link, ahead.popleft() if ahead else ask())
+                except Closed:
+                    return
+                while len(ahead) < prefetch:
+                    ahead.append(ask())
+                batch = AsyncBatch(self._calls, loan)
+                try:
+                    yield batch
+                except BaseException:  # GeneratorExit or a cancellation
+                    await _return(batch)
+                    raise
+        finally:
+            for begun in ahead:
+                begun.withdraw()
 
     async def admit(
         self, version: int, samples: int, *, seconds: float = 600.0, timeout: float = _CONTROL_TIMEOUT

@@ -1,6 +1,7 @@
 """The blocking client. All of it may be used from any number of threads."""
 
 import weakref
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Unpack
@@ -19,7 +20,7 @@ from ..values.restoring import restore, to_tensordict
 from ..wire.channel import BlockingChannel
 from ..wire.link import Link
 from ..wire.local import LocalChannel
-from ..wire.steps import run
+from ..wire.steps import Begun, begin, run
 from .calls import Choose, Ledger, Loan, PartitionCalls, Ranks, wanted_of
 from .servers import Contact, Servers, first_welcome, goodbye
 
@@ -399,26 +400,43 @@ class Partition:
         fields: Sequence[str] | None = None,
         lease_seconds: float = 600.0,
         timeout: float = 86_400.0,
+        prefetch: int = 0,
         **ranks: Unpack[Ranks],
     ) -> Iterator[Batch]:
         """Batches until the partition is closed and drained; see `fetch`.
 
         Leaving the loop early returns the batch at hand unless it is acked; earlier ones stay leased.
+
+        Args:
+            prefetch: batches to ask for in advance, while the loop works on one. Their leases begin when they
+                are served.
         """
         wanted, choose = wanted_of(
             task, batch_size, sampler, None, max_priority, min_version, max_staleness, ranks
         )
-        while True:
+
+        def ask() -> Begun[Loan]:
             steps = self._calls.fetch(wanted, fields, lease_seconds, timeout, False, choose)
-            try:
-                batch = Batch(self._calls, run(self._link, steps))
-            except Closed:
-                return
-            try:
-                yield batch
-            except BaseException:  # GeneratorExit, when the loop is left
-                _return(batch)
-                raise
+            return begin(self._link, steps)
+
+        ahead: deque[Begun[Loan]] = deque()
+        try:
+            while True:
+                try:
+                    loan = run(self._link, ahead.popleft() if ahead else ask())
+                except Closed:
+                    return
+                while len(ahead) < prefetch:
+                    ahead.append(ask())
+                batch = Batch(self._calls, loan)
+                try:
+                    yield batch
+                except BaseException:  # GeneratorExit, when the loop is left
+                    _return(batch)
+                    raise
+        finally:
+            for begun in ahead:
+                begun.withdraw()
 
     def admit(
         self, version: int, samples: int, *, seconds: float = 600.0, timeout: float = _CONTROL_TIMEOUT

@@ -38,18 +38,44 @@ class Together(list[Exchange]):
 type Steps[T] = Generator[Sequence[Exchange], list[Any], T]
 
 
-def run[T](channel: BlockingChannel, steps: Steps[T]) -> T:
+@dataclass(frozen=True, slots=True)
+class Begun[T]:
+    """An operation whose first requests are on their way; `run` and `run_async` bring it to its end."""
+
+    channel: Channel
+    steps: Steps[T]
+    exchanges: Sequence[Exchange]
+    pending: list[Any]
+
+    def withdraw(self) -> None:
+        """Gives it up; what it may have leased returns."""
+        _give_up(self.channel, self.pending)
+        self.steps.close()
+
+
+def begin[T](channel: Channel, steps: Steps[T]) -> Begun[T]:
+    """Sends the first requests of an operation, without waiting for what comes."""
+    exchanges = next(steps)
+    pending: list[Any] = []
+    _submit(channel, exchanges, pending)
+    return Begun(channel, steps, exchanges, pending)
+
+
+def run[T](channel: BlockingChannel, operation: Steps[T] | Begun[T]) -> T:
     """Drives an operation to its end, blocking the thread."""
+    steps, exchanges, pending = _state(operation)
     answers: list[Any] | None = None
     failure: BaseException | None = None
     while True:
+        if exchanges is None:
+            try:
+                exchanges = steps.throw(failure) if failure is not None else steps.send(answers)  # type: ignore[arg-type]
+            except StopIteration as finished:
+                return finished.value
+            pending = []
         try:
-            exchanges = steps.throw(failure) if failure is not None else steps.send(answers)  # type: ignore[arg-type]
-        except StopIteration as finished:
-            return finished.value
-        pending: list[Any] = []
-        try:
-            _submit(channel, exchanges, pending)
+            if not pending:
+                _submit(channel, exchanges, pending)
             if isinstance(exchanges, Together):
                 channel.settle(pending)
             answers, failure = [], None
@@ -64,20 +90,24 @@ def run[T](channel: BlockingChannel, steps: Steps[T]) -> T:
             _give_up(channel, pending)
             steps.close()
             raise
+        exchanges = None
 
 
-async def run_async[T](channel: AwaitedChannel, steps: Steps[T]) -> T:
+async def run_async[T](channel: AwaitedChannel, operation: Steps[T] | Begun[T]) -> T:
     """Drives an operation to its end, awaiting its answers."""
+    steps, exchanges, pending = _state(operation)
     answers: list[Any] | None = None
     failure: BaseException | None = None
     while True:
+        if exchanges is None:
+            try:
+                exchanges = steps.throw(failure) if failure is not None else steps.send(answers)  # type: ignore[arg-type]
+            except StopIteration as finished:
+                return finished.value
+            pending = []
         try:
-            exchanges = steps.throw(failure) if failure is not None else steps.send(answers)  # type: ignore[arg-type]
-        except StopIteration as finished:
-            return finished.value
-        pending: list[Any] = []
-        try:
-            _submit(channel, exchanges, pending)
+            if not pending:
+                _submit(channel, exchanges, pending)
             if isinstance(exchanges, Together):
                 await channel.settle_async(pending)
             answers, failure = [], None
@@ -92,6 +122,16 @@ async def run_async[T](channel: AwaitedChannel, steps: Steps[T]) -> T:
             _give_up(channel, pending)
             steps.close()
             raise
+        exchanges = None
+
+
+def _state[T](
+    operation: Steps[T] | Begun[T],
+) -> tuple[Steps[T], Sequence[Exchange] | None, list[Any]]:
+    """The steps, and what is under way of them."""
+    if isinstance(operation, Begun):
+        return operation.steps, operation.exchanges, operation.pending
+    return operation, None, []
 
 
 def _submit(channel: Channel, exchanges: Sequence[Exchange], pending: list[Any]) -> None:
