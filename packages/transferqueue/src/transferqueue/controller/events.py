@@ -11,7 +11,7 @@ import msgspec
 
 from ..scheduling.events import Event
 from ..scheduling.state import PartitionState
-from ..wire.messages import OpenPartition, Range
+from ..wire.messages import OpenPartition, Range, UnitAddress
 
 FORMAT = 1
 
@@ -47,6 +47,12 @@ class GrantMade(_Event, frozen=True):
 
 class RangeDiscarded(_Event, frozen=True):
     """A range of a grant is not its owner's any more, and no block came of it."""
+
+    range: Range
+
+
+class RangeWritten(_Event, frozen=True):
+    """A unit has filled a range of a grant, which may not have been committed yet."""
 
     range: Range
 
@@ -104,6 +110,12 @@ class ClientGone(_Event, frozen=True):
     client: int
 
 
+class UnitKnown(_Event, frozen=True):
+    """A storage unit listens there, and its successors do."""
+
+    address: UnitAddress
+
+
 class Kept(_Event, frozen=True):
     """An answer that a client may ask for again.
 
@@ -129,8 +141,8 @@ class Voided(_Event, frozen=True):
 
 
 StoreEvent = (
-    PartitionOpened | Changed | ArenaMade | GrantMade | RangeDiscarded | GrantEnded | BlockMade | BlockMoved |
-    Pinned | Unpinned | PinsTold | ClientKnown | ClientGone | Kept | Voided
+    PartitionOpened | Changed | ArenaMade | GrantMade | RangeDiscarded | RangeWritten | GrantEnded |
+    BlockMade | BlockMoved | Pinned | Unpinned | PinsTold | ClientKnown | ClientGone | UnitKnown | Kept | Voided
 )  # fmt: skip
 
 
@@ -163,6 +175,7 @@ class GrantState(msgspec.Struct, frozen=True, array_like=True):
     unit: int | None
     slab: bool
     named: list[tuple[int, int]]
+    written: list[tuple[int, int]]
     abandoned: list[tuple[int, int]]
 
 
@@ -195,6 +208,7 @@ class StoreState(msgspec.Struct, frozen=True, array_like=True):
     wall: float
     next_grant: int
     next_block: int
+    units: list[UnitAddress]
     arenas: list[tuple[int, int]]
     shelves: list[ShelfState]
     blocks: list[BlockState]

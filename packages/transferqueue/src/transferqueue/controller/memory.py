@@ -189,6 +189,12 @@ class Memory:
         if grant is not None and self.recorder is not None:
             self.recorder(events.RangeDiscarded(where))
 
+    def written(self, grant: Grant, where: Range) -> None:
+        """A unit has filled a range of its grant."""
+        grant.written.add((where.start, where.stop))
+        if self.recorder is not None:
+            self.recorder(events.RangeWritten(where))
+
     def end(self, grant: Grant) -> None:
         """Frees what was not named."""
         if self.grants.pop(grant.number, None) is None:

@@ -192,7 +192,7 @@ class Puts:
         grant = self._memory.grants.get(where.grant)
         if grant is None or grant.unit != unit:
             return  # given up meanwhile; its memory is free once the unit has forgotten it
-        grant.written.add((where.start, where.stop))
+        self._memory.written(grant, where)
         call = self._coming.pop((where.grant, where.start), None)
         if call is not None and not call.answered:
             call.undo = None

@@ -14,7 +14,7 @@ from ..ids import partition_of
 from ..scheduling.partition import Partition
 from ..scheduling.replay import apply
 from ..scheduling.samples import Sample
-from ..wire.messages import Range
+from ..wire.messages import Range, UnitAddress
 from . import events
 from .backing import InFiles
 from .blocks import Grant
@@ -55,12 +55,14 @@ class Past:
         incarnation, generation: of the store then.
         same_boot: the operating system has not been started anew.
         clients: by number.
+        units: where they listen.
     """
 
     incarnation: int
     generation: int
     same_boot: bool
     clients: dict[int, Client]
+    units: list[UnitAddress]
 
 
 def boot_id() -> str:
@@ -68,7 +70,12 @@ def boot_id() -> str:
 
 
 def dump(
-    shelves: Shelves, memory: Memory, clients: dict[int, Client], incarnation: int, generation: int
+    shelves: Shelves,
+    memory: Memory,
+    clients: dict[int, Client],
+    units: list[UnitAddress],
+    incarnation: int,
+    generation: int,
 ) -> bytes:
     """All of it. What was freed has been taken."""
     now = time.monotonic()
@@ -82,6 +89,7 @@ def dump(
             time.time(),
             memory.next_grant,
             memory.next_block,
+            units,
             [(number, memory.arena(number)[0].nbytes) for number in memory.arenas],
             [events.ShelfState(s.body, s.serial, s.partition.dump(now)) for s in shelves],
             [
@@ -89,7 +97,7 @@ def dump(
                 for block in memory.blocks.values()
             ],
             [
-                events.GrantState(g.range, g.owner, g.unit, g.slab, g.named, g.abandoned)
+                events.GrantState(g.range, g.owner, g.unit, g.slab, g.named, list(g.written), g.abandoned)
                 for g in memory.grants.values()
             ],
             [
@@ -123,7 +131,7 @@ def recover(found: Recovered, shelves: Shelves, memory: Memory, files: InFiles, 
     same_boot = state.boot == boot_id()
     # Monotonic clocks agree until the system starts anew; then only the time of day is left to go by.
     later = 0.0 if same_boot else (time.monotonic() - time.time()) - (state.now - state.wall)
-    past = Past(state.incarnation, state.generation, same_boot, {})
+    past = Past(state.incarnation, state.generation, same_boot, {}, state.units)
     load(state, shelves, memory, later, lambda arena, nbytes: files.reopen(arena, nbytes))
     for one in state.clients:
         client = past.clients[one.number] = Client(one.pid, one.born, one.low)
@@ -161,7 +169,7 @@ def load(
         grant = memory.grant(one.range, one.owner, one.unit, one.slab)
         grant.named.extend(one.named)
         grant.abandoned.extend(one.abandoned)
-        grant.written.update(one.named)
+        grant.written.update(one.written)
     for one in state.shelves:
         for sample in one.partition.samples:
             sample.places[:] = [(blocks[number], row) for number, row in sample.places]
@@ -231,6 +239,8 @@ class Replay:
                 grant = self._take(where)
                 if grant is not None:
                     memory.discard(where)
+            case events.RangeWritten(where):
+                memory.written(memory.grants[where.grant], where)
             case events.GrantEnded(number):
                 memory.end(memory.grants[number])
             case events.ArenaMade(number, nbytes):
@@ -242,6 +252,8 @@ class Replay:
                 known.pid, known.born = pid, born
             case events.ClientGone(client):
                 clients.pop(client, None)
+            case events.UnitKnown(address):
+                self._past.units.append(address)
             case events.Voided(client, request):
                 if client in clients:
                     clients[client].answers.pop(request, None)
@@ -250,7 +262,6 @@ class Replay:
         grant = self._memory.grants.get(where.grant)
         if grant is not None:
             insort(grant.named, (where.start, where.stop))
-            grant.written.add((where.start, where.stop))
         return grant
 
     def _block(self, number: int, where: Range, fields: int, ids: list[int]) -> None:

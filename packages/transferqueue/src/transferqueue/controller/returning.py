@@ -39,7 +39,7 @@ class Returning:
             forget: called for those of this host that are gone already.
         """
         same_store = past.incarnation == self._node.incarnation
-        for number, client in past.clients.items():
+        for number, client in list(past.clients.items()):
             alive = past.same_boot and client.pid and birth_of(client.pid) == client.born
             if client.pid and not alive:
                 forget(Session(number))
@@ -70,7 +70,7 @@ class Returning:
         try:
             pidfd = self._watched[session.number] = os.pidfd_open(client.pid)
         except ProcessLookupError:
-            self._node.lost(session)
+            self._timers.at(self._timers.now(), lambda: self._node.lost(session))
             return
         self._node.poll.watch(pidfd, lambda: self._died(session))
 

@@ -51,6 +51,7 @@ from .admissions import Admissions
 from .backing import Backing, InFiles
 from .blocks import Block, Grant
 from .compaction import Compaction
+from .events import UnitKnown
 from .fetches import Fetches, lease_seconds
 from .journal import Journal
 from .memory import Memory
@@ -141,7 +142,8 @@ class ControllerService:
         if past is not None:
             self._recording.clients = past.clients
             self._recording.start()
-            self._units.await_all()
+            self._units.await_all(past.units if past.incarnation == self._node.incarnation else [])
+            self._node.units = self._units.addresses
             self._leftovers = self._memory.grants_of(None)
             self._returning.expect(past, self.forget)
         else:
@@ -161,7 +163,14 @@ class ControllerService:
             if session is not None:
                 client.answers = {n: kept for n, kept in client.answers.items() if n in session.answers}
         return journal.rewrite(
-            dump(self._shelves, self._memory, clients, self._node.incarnation, self._generation)
+            dump(
+                self._shelves,
+                self._memory,
+                clients,
+                self._node.units,
+                self._node.incarnation,
+                self._generation,
+            )
         )
 
     def _arena_made(self, number: int) -> None:
@@ -240,6 +249,8 @@ class ControllerService:
                 self._admissions.ask(call, call.body, now)
             case Announce():
                 self._units.announce(call, call.body)
+                if self._recording is not None and call.body.address not in self._node.units:
+                    self._recording.note(UnitKnown(call.body.address))
                 self._node.units = self._units.addresses
                 if self._units.all_there:
                     self._all_there()

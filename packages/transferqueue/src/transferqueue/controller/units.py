@@ -85,10 +85,13 @@ class Units:
         self._turn = 0
         # Units that an earlier life of the controller knew do as it said until they hear from this one.
         self._unheard: dict[int, list[tuple[Any, Finished]]] = {}
+        self._remembered: dict[int, UnitAddress] = {}
 
     @property
     def addresses(self) -> list[UnitAddress]:
-        return [self._units[number].address for number in sorted(self._units)]
+        """Of those that are there, and of those that an earlier life of the controller knew."""
+        known = self._remembered | {number: unit.address for number, unit in self._units.items()}
+        return [known[number] for number in sorted(known)]
 
     @property
     def all_there(self) -> bool:
@@ -97,10 +100,11 @@ class Units:
     def alive(self, number: int) -> bool:
         return number in self._units and not self._units[number].silent
 
-    def await_all(self) -> None:
+    def await_all(self, addresses: Sequence[UnitAddress]) -> None:
         """Units that are still to come know an earlier life of the controller: what they are told waits until
         they are here.
         """
+        self._remembered = {address.number: address for address in addresses}
         self._unheard = {number: [] for number in range(self.expected)}
 
     def silent(self, number: int) -> bool:
@@ -114,6 +118,7 @@ class Units:
         """A unit is here, for the first time or again. Unauthorized if it is none of this store's."""
         if not (call.local and hmac.compare_digest(body.secret.encode(), self._secret)):
             raise Unauthorized("only a storage unit that was started with this store may announce itself")
+        self._remembered.pop(body.number, None)
         unit = Unit(body.address, call.session)
         self._lose(body.number, "was replaced")
         self._units[body.number] = unit

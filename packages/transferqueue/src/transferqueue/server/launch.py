@@ -166,7 +166,9 @@ def serve(
         **common,
     )
     units = [
-        Assignment(port=0, unit=number, incarnation=secrets.randbits(62), **common)
+        Assignment(
+            port=0, unit=number, incarnation=secrets.randbits(62), journal=controller.journal, **common
+        )
         for number in range(storage_units)
     ]
     names = ["the controller", *(f"storage unit {number}" for number in range(storage_units))]

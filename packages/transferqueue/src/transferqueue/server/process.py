@@ -116,7 +116,7 @@ def _store(assignment: Assignment, number: int, remote: ZmqListener, lifelines: 
         node.paused = False
 
     address = UnitAddress(number, assignment.host, remote.port)
-    unit = StorageUnit(address, overseer, known)
+    unit = StorageUnit(address, overseer, known, confirmed=assignment.journal is not None)
     if assignment.ucx:
         unit.offer_ucx(node.poll, assignment.token or "", assignment.max_frame_bytes)
     unit.start()

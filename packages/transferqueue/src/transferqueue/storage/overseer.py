@@ -5,9 +5,9 @@ import socket
 import time
 from collections.abc import Callable
 
+from ..errors import QueueError
 from ..transport.arenas import ArenaMap
 from ..transport.pins import Pins
-from ..wire.channel import Answer
 from ..wire.listeners import Poll
 from ..wire.local_session import LocalSession, connected_to, receive
 from ..wire.messages import Announce, Order, Report, UnitAddress, Written
@@ -55,6 +55,7 @@ class Overseer:
         self._address = address
         self._again = again
         self._known = known
+        self._heard: dict[int, Callable[[QueueError | None], None]] = {}
         pins = Pins()
         self._session = LocalSession(self._name, self._token, secrets.randbits(62), pins, arenas)
         self._session.ordered = ordered
@@ -70,13 +71,27 @@ class Overseer:
         self._socket.setblocking(False)
         self._unsent.clear()
         self._poll.watch(self._socket.fileno(), self._ready)
-        self._send(self._session.hello() + self._session.repeated())
-        self.tell(Announce(self._address.number, self._address, self._secret))
+        # Only a unit that has announced itself is heard.
+        for pending in list(self._session.outstanding.values()):
+            if isinstance(pending.body, Announce):
+                del self._session.outstanding[pending.id]
+        repeated = self._session.repeated()
+        self._send(self._session.hello())
+        self.tell(Announce(self._address.number, self._address, self._secret), lambda _: self._known())
+        self._send(repeated)
         self._again()
 
-    def tell(self, body: Announce | Report | Written) -> None:
-        """Sends something to the controller, or keeps it until there is one."""
-        _, data = self._session.request(body, _TIMEOUT)
+    def tell(
+        self,
+        body: Announce | Report | Written,
+        heard: Callable[[QueueError | None], None] | None = None,
+    ) -> None:
+        """Sends something to the controller, or keeps it until there is one; `heard` is called when it has
+        taken note, or with its refusal.
+        """
+        pending, data = self._session.request(body, _TIMEOUT)
+        if heard is not None:
+            self._heard[pending.id] = heard
         self._send(data)
 
     def _send(self, data: bytes) -> None:
@@ -108,8 +123,9 @@ class Overseer:
             data, descriptors = b"", []
         if data:
             for answered in self._session.received(data, descriptors):
-                if isinstance(answered.body, Announce) and isinstance(answered.outcome, Answer):
-                    self._known()
+                heard = self._heard.pop(answered.id, None)
+                if heard is not None:
+                    heard(answered.outcome if isinstance(answered.outcome, QueueError) else None)
         else:
             self._lose()
 

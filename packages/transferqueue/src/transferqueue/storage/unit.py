@@ -51,10 +51,15 @@ class StorageUnit:
         address: of its own.
         overseer: the connection to the controller.
         known: called when the controller knows this unit, and it knows what it may take.
+        confirmed: a write is answered when the controller has taken note of it, and not before: it keeps a
+            journal, and both may die at once.
     """
 
-    def __init__(self, address: UnitAddress, overseer: Overseer, known: Callable[[], None]) -> None:
+    def __init__(
+        self, address: UnitAddress, overseer: Overseer, known: Callable[[], None], *, confirmed: bool
+    ) -> None:
         self._address = address
+        self._confirmed = confirmed
         self._arenas = ArenaMap()
         self._overseer = overseer
         self._expected: dict[int, Range] = {}
@@ -101,7 +106,9 @@ class StorageUnit:
             Corrupt: the block is not whole.
         """
         try:
-            incoming = self._incoming[call]
+            incoming = self._incoming.get(call)
+            if incoming is None:
+                return  # it is complete, and waits for the controller
             if body.range != incoming.where:
                 raise InvalidArgument("a part of another put", grant=body.range.grant)
             self._checked(body.range)
@@ -112,18 +119,30 @@ class StorageUnit:
         if not done:
             return
         del self._incoming[call]
-        self._filled(body.range)
-        call.reply(Done())
+        if self._confirmed:
+            self._filled(body.range, lambda refusal: self._confirm(call, refusal))
+        else:
+            self._filled(body.range)
+            call.reply(Done())
 
-    def _filled(self, where: Range) -> None:
-        """A range is written."""
+    def _filled(self, where: Range, heard: Callable[[QueueError | None], None] | None = None) -> None:
+        """A range is written. `heard` is called when the controller has taken note."""
         self.written_bytes += where.stop - where.start
         if where.grant not in self._expected:
             return  # forgotten while UCX told of it
         written = self._written.setdefault(where.grant, [])
         if where not in written:
             written.append(where)
-        self._overseer.tell(Written(where))
+        self._overseer.tell(Written(where), heard)
+
+    @staticmethod
+    def _confirm(call: Call, refusal: QueueError | None) -> None:
+        if call.answered:
+            return
+        if refusal is not None:
+            call.fail(refusal)
+        else:
+            call.reply(Done())
 
     def _checked(self, where: Range) -> Range:
         """The range, if the controller lets it be written."""
