@@ -142,7 +142,8 @@ class Voided(_Event, frozen=True):
 
 StoreEvent = (
     PartitionOpened | Changed | ArenaMade | GrantMade | RangeDiscarded | RangeWritten | GrantEnded |
-    BlockMade | BlockMoved | Pinned | Unpinned | PinsTold | ClientKnown | ClientGone | UnitKnown | Kept | Voided
+    BlockMade | BlockMoved | Pinned | Unpinned | PinsTold | ClientKnown | ClientGone | UnitKnown |
+    Kept | Voided
 )  # fmt: skip
 
 

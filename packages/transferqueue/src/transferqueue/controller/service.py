@@ -56,6 +56,7 @@ from .fetches import Fetches, lease_seconds
 from .journal import Journal
 from .memory import Memory
 from .puts import Puts
+from .reclaim import Reclaim
 from .recording import RETRY_SECONDS, Recording
 from .recovery import Past, dump, recover
 from .returning import Returning
@@ -118,6 +119,7 @@ class ControllerService:
         self._fetches = Fetches(self._shelves, self._memory, self._timers)
         self._admissions = Admissions(self._shelves, self._timers)
         self._compaction = Compaction(self._memory, self._units, self._timers)
+        Reclaim(self._memory, self._units, self._timers)
         self._returning = Returning(node, self._memory, self._puts, self._shelves, self._timers)
         self._leftovers: list[Grant] = []
         self._unreached: dict[int, int] = {}
