@@ -584,3 +584,13 @@ def test_on_a_terminal_top_redraws_and_leaves_it_as_it_was(store: tq.Server, use
     enter, leave, show_cursor = b"\x1b[?1049h", b"\x1b[?1049l", b"\x1b[?25h"
     assert seen.index(enter) < seen.index(leave)
     assert show_cursor in seen[seen.index(leave) - 32 :]
+
+
+def test_a_store_serves_its_own_metrics_until_it_closes() -> None:
+    pytest.importorskip("prometheus_client")
+    with tq.serve(1, token="secret", curve=True, metrics_port=0) as server:
+        assert server.metrics_url is not None
+        with urllib.request.urlopen(server.metrics_url, timeout=20) as answer:
+            assert b"transferqueue_up 1.0" in answer.read()
+    with pytest.raises(OSError):
+        urllib.request.urlopen(server.metrics_url, timeout=5)

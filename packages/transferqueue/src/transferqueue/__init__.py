@@ -9,6 +9,7 @@ from . import samplers
 from .client.aio import AsyncBatch, AsyncClient, AsyncPartition, connect_async
 from .client.blocking import Batch, Client, Partition, connect
 from .client.calls import Ledger, Ranks
+from .client.loader import AsyncStreamingDataLoader, StreamingDataLoader
 from .errors import (
     Closed,
     ControllerLost,
@@ -42,6 +43,7 @@ __all__ = [
     "AsyncBatch",
     "AsyncClient",
     "AsyncPartition",
+    "AsyncStreamingDataLoader",
     "Batch",
     "Candidate",
     "Client",
@@ -67,6 +69,7 @@ __all__ = [
     "StartFailed",
     "StorageLost",
     "StoreStats",
+    "StreamingDataLoader",
     "Timeout",
     "TooLarge",
     "Unauthorized",

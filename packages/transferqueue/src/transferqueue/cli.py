@@ -43,6 +43,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command.add_argument("--memory", metavar="SIZE", help="with --spill: shared memory to use before files")
     command.add_argument("--spill", metavar="DIR", help="folder for payload that does not fit into --memory")
     command.add_argument("--restore", metavar="DIR", help="begin with a snapshot")
+    command.add_argument(
+        "--curve", action="store_true", help="encrypt TCP; prints the public key that clients need"
+    )
+    command.add_argument("--ucx", action="store_true", help="let large payload go by UCX too (extra [ucx])")
+    command.add_argument(
+        "--metrics-port", type=int, metavar="PORT", help="serve /metrics to Prometheus (extra [metrics])"
+    )
     command.set_defaults(run=_serve)
     top.register(commands)
     sidecar.register(commands)
@@ -68,11 +75,17 @@ def _serve(options: argparse.Namespace) -> int:
         memory=options.memory,
         spill=options.spill,
         restore=options.restore,
+        curve=options.curve,
+        ucx=options.ucx,
+        metrics_port=options.metrics_port,
     ) as server:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: os.eventfd_write(ending, 1))
         server.on_failure(lambda: os.eventfd_write(ending, 1))
         print(f"transferqueue serves at {server.address} ({options.storage} storage units)", flush=True)
+        for name, value in (("server key", server.server_key), ("metrics", server.metrics_url)):
+            if value is not None:
+                print(f"  {name}: {value}", flush=True)
         if server.failure is None:
             os.read(ending, 8)
         if server.failure is not None:

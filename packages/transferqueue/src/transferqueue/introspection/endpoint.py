@@ -72,6 +72,7 @@ def serve_metrics(
     port: int = 9400,
     *,
     token: str | None = None,
+    server_key: str | None = None,
     timeout: float = 3.0,
     on_change: OnChange | None = None,
 ) -> MetricsServer:
@@ -85,7 +86,7 @@ def serve_metrics(
         store: its address or `Server`, to which a connection of its own is made; or a client to share.
         host: where to listen. There is no authentication: whoever reaches it may read names and counts.
         port: 0 takes a free one.
-        token: what the store was started with. Not needed for a `Server` or a client.
+        token, server_key: as for `connect`. Not needed for a `Server` or a client.
         timeout: seconds that connecting and reading may take, each.
         on_change: called, from a thread of the server, with the error when the store stops answering, and
             with None when it answers again.
@@ -97,7 +98,7 @@ def serve_metrics(
     metrics = load("metrics", "metrics")
     if not 0 <= port < 1 << 16:
         raise InvalidArgument(f"port is {port}; it must be in [0, 65535]")
-    read, finish = _source(store, token, timeout)
+    read, finish = _source(store, token, server_key, timeout)
     try:
         http = _HttpServer(host, port, metrics.application(SharedReading(read, on_change)))
     except OSError as error:
@@ -108,14 +109,14 @@ def serve_metrics(
 
 
 def _source(
-    store: Client | Server | str, token: str | None, timeout: float
+    store: Client | Server | str, token: str | None, server_key: str | None, timeout: float
 ) -> tuple[Callable[[], Reading], Callable[[], None]]:
     """What reads the store, and what disconnects from it."""
     if isinstance(store, Client):
         return (lambda: Reading(time.monotonic(), store.stats(timeout=timeout))), (lambda: None)
-    if isinstance(store, Server) and token is None:
-        token = store.token
-    reader = StatsReader(str(store), token, timeout=timeout)
+    if isinstance(store, Server):
+        token, server_key = token or store.token, server_key or store.server_key
+    reader = StatsReader(str(store), token, server_key=server_key, timeout=timeout)
     return reader.read, reader.close
 
 

@@ -26,14 +26,18 @@ class StatsReader:
     Args:
         address: ``tcp://host:port`` or ``host:port`` of the controller.
         token: what the store was started with.
+        server_key: the public CURVE key of a store that encrypts.
         timeout: seconds that connecting and reading may take, each.
     """
 
-    def __init__(self, address: str, token: str | None = None, *, timeout: float = 3.0) -> None:
+    def __init__(
+        self, address: str, token: str | None = None, *, server_key: str | None = None, timeout: float = 3.0
+    ) -> None:
         if not 0 < timeout < math.inf:
             raise InvalidArgument(f"timeout is {timeout}; it must be a positive number of seconds")
         self.address = address if "://" in address else f"tcp://{address}"
         self._token = token
+        self._server_key = server_key
         self._timeout = timeout
         self._client: Client | None = None
 
@@ -46,7 +50,11 @@ class StatsReader:
         """
         if self._client is None:
             self._client = connect(
-                self.address, self._token, timeout=self._timeout, reconnect_seconds=2 * self._timeout
+                self.address,
+                self._token,
+                server_key=self._server_key,
+                timeout=self._timeout,
+                reconnect_seconds=2 * self._timeout,
             )
         try:
             stats = self._client.stats(timeout=self._timeout)

@@ -19,7 +19,8 @@ def register(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
         help="serve the metrics of a store to Prometheus",
         description="Serves /metrics for Prometheus until Ctrl-C or SIGTERM. A store that is away is "
         "transferqueue_up 0.",
-        epilog="The environment variable TRANSFERQUEUE_TOKEN gives the token of the store.",
+        epilog="The environment variables TRANSFERQUEUE_TOKEN and TRANSFERQUEUE_SERVER_KEY give the token "
+        "and the public CURVE key of the store.",
     )
     command.add_argument("address", help="of the store, tcp://host:port")
     command.add_argument(
@@ -41,7 +42,8 @@ def main(options: argparse.Namespace) -> int:
     error.
     """
     token = os.environ.get("TRANSFERQUEUE_TOKEN")
-    reader = StatsReader(options.address, token, timeout=options.timeout)
+    key = os.environ.get("TRANSFERQUEUE_SERVER_KEY")
+    reader = StatsReader(options.address, token, server_key=key, timeout=options.timeout)
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)  # in all threads that start from here on
     try:
         try:
@@ -55,6 +57,7 @@ def main(options: argparse.Namespace) -> int:
             options.host,
             options.port,
             token=token,
+            server_key=key,
             timeout=options.timeout,
             on_change=_say,
         ) as server:

@@ -28,7 +28,8 @@ def register(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
         help="watch a store",
         description="Shows depth, rates, lag and leases of every task of a store until Ctrl-C. Rates are "
         "differences between two readings.",
-        epilog="The environment variable TRANSFERQUEUE_TOKEN gives the token of the store.",
+        epilog="The environment variables TRANSFERQUEUE_TOKEN and TRANSFERQUEUE_SERVER_KEY give the token "
+        "and the public CURVE key of the store.",
     )
     command.add_argument("address", help="of the store, tcp://host:port")
     command.add_argument(
@@ -55,7 +56,12 @@ def main(options: argparse.Namespace) -> int:
     if not 0 < options.interval < math.inf:
         raise InvalidArgument(f"interval is {options.interval}; it must be a positive number of seconds")
     view = _view(sys.stdout, as_json=options.json, live=not options.once)
-    reader = StatsReader(options.address, os.environ.get("TRANSFERQUEUE_TOKEN"), timeout=options.timeout)
+    reader = StatsReader(
+        options.address,
+        os.environ.get("TRANSFERQUEUE_TOKEN"),
+        server_key=os.environ.get("TRANSFERQUEUE_SERVER_KEY"),
+        timeout=options.timeout,
+    )
     try:
         with _ended_by_sigterm():
             first = reader.read()

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from ipaddress import ip_address
 from pathlib import Path
 from types import TracebackType
+from typing import Protocol
 
 import zmq
 
@@ -16,6 +17,12 @@ from ..sizes import parse_bytes
 from ..wire.messages import MAX_FRAME_BYTES
 from .assignment import Assignment
 from .supervision import Supervisor
+
+
+class Closes(Protocol):
+    """Something that ends with the store."""
+
+    def close(self) -> None: ...
 
 
 class Server:
@@ -31,6 +38,7 @@ class Server:
         token: what clients have to present, or None.
         server_key: the public CURVE key that clients of other hosts need, or None.
         local: abstract Unix socket on which clients of this host are served.
+        metrics_url: where Prometheus finds ``/metrics``, or None.
     """
 
     def __init__(
@@ -40,6 +48,8 @@ class Server:
         self.token = token
         self.server_key = server_key
         self.local = local
+        self.metrics_url: str | None = None
+        self._metrics: Closes | None = None
         self._supervisor = supervisor
         _running.add(self)
 
@@ -61,8 +71,17 @@ class Server:
         """Ends all processes and waits for them; those that do not end in `timeout` seconds are killed.
         Idempotent.
         """
+        if self._metrics is not None:
+            self._metrics.close()
         self._supervisor.stop(timeout)
         _running.discard(self)
+
+    def serve_metrics(self, port: int) -> None:
+        """Starts the thread that answers Prometheus on 127.0.0.1; it ends with the store."""
+        from ..introspection.endpoint import serve_metrics  # which is a client, and knows this module
+
+        metrics = serve_metrics(self, "127.0.0.1", port)
+        self._metrics, self.metrics_url = metrics, metrics.url
 
     def __enter__(self) -> "Server":
         return self
@@ -94,6 +113,7 @@ def serve(
     memory: int | str | None = None,
     spill: str | os.PathLike[str] | None = None,
     restore: str | os.PathLike[str] | None = None,
+    metrics_port: int | None = None,
     timeout: float = 30.0,
 ) -> Server:
     """Starts a controller and `storage_units` storage units, and returns when all of them listen.
@@ -122,6 +142,8 @@ def serve(
         spill: a folder for what does not fit into `memory`.
         restore: a folder that `Client.snapshot` wrote; the store begins with what it holds, on any number of
             storage units.
+        metrics_port: serve ``/metrics`` to Prometheus there, on 127.0.0.1, from a thread of this process
+            (extra ``[metrics]``); 0 takes a free one, see `Server.metrics_url`.
         timeout: seconds for all of them to start, and for `restore`.
 
     Raises:
@@ -175,7 +197,14 @@ def serve(
     supervisor = Supervisor(list(zip(names, [controller, *units], strict=True)))
     bound = supervisor.start(timeout)
     address = f"tcp://{f'[{host}]' if ':' in host else host}:{bound}"
-    return Server(address, token, keys[0] if keys else None, local, supervisor)
+    server = Server(address, token, keys[0] if keys else None, local, supervisor)
+    if metrics_port is not None:
+        try:
+            server.serve_metrics(metrics_port)
+        except BaseException:
+            server.close()
+            raise
+    return server
 
 
 def _folder(path: str | os.PathLike[str] | None) -> str | None:
