@@ -30,12 +30,18 @@ class Compaction:
         """
         if block.nbytes >= _WORTH_IT and _is_half_dead(block) and block.number not in self._moving:
             self._moving.add(block.number)
-            living = block.living
-            self._timers.at(self._timers.now() + _PATIENCE, lambda: self._compact(block, living))
+            self._wait(block)
+
+    def _wait(self, block: Block) -> None:
+        living = block.living
+        self._timers.at(self._timers.now() + _PATIENCE, lambda: self._compact(block, living))
 
     def _compact(self, block: Block, living: int) -> None:
-        if block.living != living:  # it goes on dying: the next row that goes will ask again
+        if not block.living:
             self._moving.discard(block.number)
+            return
+        if block.living != living:  # it goes on dying
+            self._wait(block)
             return
         rows = [row for row, sample in enumerate(block.samples) if sample is not None]
         try:
@@ -57,12 +63,15 @@ class Compaction:
         self, block: Block, rows: list[int], grant: Grant, error: str, values: dict[str, Any]
     ) -> None:
         self._moving.discard(block.number)
+        smaller: Block | None = None
         if not error and any(block.samples[row] is not None for row in rows):
             where = Range(grant.number, grant.arena, grant.start, grant.start + int(values["nbytes"]))
             grant.named.append((where.start, where.stop))
-            self._memory.move(block, rows, where)
+            smaller = self._memory.move(block, rows, where)
         self._memory.end(grant)
         self._memory.let_go(block)
+        if smaller is not None:
+            self.consider(smaller)  # more of it may have gone while it was copied
 
 
 def _is_half_dead(block: Block) -> bool:

@@ -224,8 +224,12 @@ class Memory:
             self.recorder(events.BlockMade(block.number, where, fields, ids))
         return block
 
-    def move(self, block: Block, rows: Sequence[int], where: Range) -> None:
-        """Lets samples lie where rows of a block were copied to. Those that are gone meanwhile stay gone."""
+    def move(self, block: Block, rows: Sequence[int], where: Range) -> Block:
+        """Lets samples lie where rows of a block were copied to. Those that are gone meanwhile stay gone.
+
+        Returns:
+            The new block.
+        """
         samples = [block.samples[row] for row in rows]
         smaller = self._add(Block(self.next_block, where, block.fields, samples))
         if self.recorder is not None:
@@ -234,6 +238,7 @@ class Memory:
             if sample is not None:
                 sample.places[sample.places.index((block, row))] = (smaller, at)
                 self.row_gone(block, row)
+        return smaller
 
     def add_block(self, number: int, where: Range, fields: int, rows: int) -> Block:
         """A block of samples that will be put into it one by one."""

@@ -177,11 +177,7 @@ class Puts:
             call.undo = lambda: self._not_coming(call, grant, body.range)
             self._timers.at(
                 call.deadline,
-                lambda: self._give_up_coming(
-                    call,
-                    grant,
-                    Timeout("the payload did not reach its storage unit in time; nothing of it is kept"),
-                ),
+                lambda: self._give_up_coming(call, grant, _too_late()),
                 lambda: not call.answered,
             )
         else:
@@ -394,6 +390,10 @@ def take_back(partition: Partition, ids: Sequence[int]) -> None:
     there = [sample for sample in ids if sample in partition.samples]
     if there:
         partition.drop(there, "given up by its producer before the put was confirmed")
+
+
+def _too_late() -> Timeout:
+    return Timeout("the payload did not reach its storage unit in time; nothing of it is kept")
 
 
 def _silent(number: int) -> StorageLost:

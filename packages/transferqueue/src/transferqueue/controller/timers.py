@@ -5,7 +5,7 @@ from collections.abc import Callable
 from heapq import heapify, heappop, heappush
 from itertools import count
 
-_FEW = 1024
+_FEW = 64
 
 
 class Timers:

@@ -10,6 +10,7 @@ import os
 import secrets
 import threading
 import time
+import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
@@ -91,7 +92,7 @@ class Arriving:
         return end == len(self.buffer)
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, slots=True, weakref_slot=True)
 class Pending:
     """A request on its way. `future` ends with an Answer or a QueueError.
 
@@ -175,7 +176,8 @@ class Link:
         self._inbox: deque[tuple[str, Any]] = deque()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._peers: list[Peer] = []
-        self._deadlines: list[tuple[float, int, Pending]] = []
+        # Weakly: an answer may be large, and belongs to who asked.
+        self._deadlines: list[tuple[float, int, weakref.ref[Pending]]] = []
         self._sweep_at = _FEW
         self._releases = count(1)
         self._numbers = count()
@@ -418,7 +420,7 @@ class Link:
     def _watch(self, pending: Pending) -> None:
         """Has the request looked at when it is due to be sent again, or overdue."""
         if len(self._deadlines) >= self._sweep_at:
-            self._deadlines = [entry for entry in self._deadlines if not entry[2].future.done()]
+            self._deadlines = [entry for entry in self._deadlines if _under_way(entry[2]) is not None]
             heapify(self._deadlines)
             self._sweep_at = 2 * len(self._deadlines) + _FEW
         due = pending.deadline + SLACK
@@ -428,7 +430,7 @@ class Link:
             due = min(due, max(pending.since, pending.peer.heard) + pending.quiet)
         if pending.payload is None:
             due = min(due, time.monotonic() + pending.pause)
-        heappush(self._deadlines, (due, next(self._numbers), pending))
+        heappush(self._deadlines, (due, next(self._numbers), weakref.ref(pending)))
 
     def _send(self, pending: Pending) -> None:
         peer = pending.peer
@@ -556,9 +558,9 @@ class Link:
                 self._send(pending)
 
     def _expire(self, now: float) -> None:
-        while self._deadlines and (self._deadlines[0][0] <= now or self._deadlines[0][2].future.done()):
-            pending = heappop(self._deadlines)[2]
-            if not pending.future.done():
+        while self._deadlines and (self._deadlines[0][0] <= now or _under_way(self._deadlines[0][2]) is None):
+            pending = _under_way(heappop(self._deadlines)[2])
+            if pending is not None:
                 self._look_at(pending, now)
         for peer in self._peers:
             if (
@@ -612,6 +614,11 @@ class Link:
 
 def _pending(peer: Peer, body: RequestBody, payload: Any, timeout: float) -> Pending:
     return Pending(peer, body, encoded(body), payload, deadline_of(timeout))
+
+
+def _under_way(pending: "weakref.ref[Pending]") -> Pending | None:
+    found = pending()
+    return None if found is None or found.future.done() else found
 
 
 def _end(pending: Pending, outcome: Answer | QueueError) -> None:
