@@ -24,6 +24,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from transferqueue.controller.free_ranges import FreeRanges
 from transferqueue.controller.memory import Memory
 from transferqueue.wire.messages import (
+    Goodbye,
     Granted,
     Locate,
     Located,

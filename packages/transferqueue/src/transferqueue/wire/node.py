@@ -522,6 +522,7 @@ class Node:
             session.answers[call.id] = answered
             if self.ledger is not None:
                 self.ledger.keep(call, answered)
+        call.undo = None  # it refers to the call: a circle that only the garbage collector would find, late
         if self.held and isinstance(body, Failure):  # nothing was done, so nothing has to be written first
             self._deliver(session, answered, None)
             return
