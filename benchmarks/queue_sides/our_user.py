@@ -50,7 +50,7 @@ class Side:
         """Take `samples`, `batch` at once, and ack them; raises unless each came exactly once."""
         numbers: list[int] = []
         time.sleep(max(at - time.monotonic(), 0.0))
-        for taken in self._partitions[partition].stream("train", batch_size=batch):
+        for taken in self._partitions[partition].stream("train", batch_size=batch, prefetch=1):
             tokens = taken["tokens"]
             numbers += tokens.values[tokens.offsets[:-1]].tolist()
             if images and len(taken["pixel_values"]) != len(tokens):

@@ -18,6 +18,13 @@ def run(name: str) -> str:
     return finished.stdout
 
 
+def test_the_verl_style_step_trains_what_it_rolled_out() -> None:
+    pytest.importorskip("tensordict")
+    found = re.search(r"(\d+) samples, (\d+) tokens trained\n(\d+) samples left", run("verl_style.py"))
+    assert found is not None
+    assert (int(found[1]), int(found[2]), int(found[3])) == (16, 74, 0)
+
+
 def test_the_pytorch_loop_has_forty_lines_and_learns() -> None:
     pytest.importorskip("torch")
     lines = (RECIPES / "pytorch_loop.py").read_text().splitlines()

@@ -102,5 +102,5 @@ def __getattr__(name: str) -> Any:
         return getattr(importlib.import_module(f"{__name__}.dataloader"), name)
     except ImportError as error:
         raise ExtraMissing(
-            f"{name} needs torch and tensordict: pip install 'relax-transferqueue[torch]' tensordict"
+            f"{name} needs torch and tensordict: pip install 'relax-transferqueue[torch]'"
         ) from error

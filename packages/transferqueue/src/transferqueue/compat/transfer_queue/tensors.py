@@ -12,7 +12,7 @@ import numpy as np
 from .errors import ExtraMissing
 from .rows import Rows
 
-_WAY_OUT = "pip install 'relax-transferqueue[torch]' tensordict"
+_WAY_OUT = "pip install 'relax-transferqueue[torch]'"
 
 
 def tensordict() -> Any:
