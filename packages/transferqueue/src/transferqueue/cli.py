@@ -6,6 +6,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
+from .client.blocking import Client, connect
 from .errors import QueueError
 from .introspection import sidecar, top
 from .server.launch import serve
@@ -51,6 +52,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--metrics-port", type=int, metavar="PORT", help="serve /metrics to Prometheus (extra [metrics])"
     )
     command.set_defaults(run=_serve)
+    for name, what in (
+        ("snapshot", "write what a store holds to a folder of its host"),
+        ("restore", "fill an empty store with a snapshot on its host"),
+    ):
+        command = commands.add_parser(
+            name,
+            help=what,
+            epilog="The environment variables TRANSFERQUEUE_TOKEN and TRANSFERQUEUE_SERVER_KEY are used.",
+        )
+        command.add_argument("address", help="tcp://host:port of the controller")
+        command.add_argument("folder", help="of the snapshot")
+        command.add_argument("--timeout", type=float, default=3600.0, metavar="SECONDS")
+        command.set_defaults(run=_snapshot if name == "snapshot" else _restore)
     top.register(commands)
     sidecar.register(commands)
     options = parser.parse_args(arguments)
@@ -91,4 +105,26 @@ def _serve(options: argparse.Namespace) -> int:
         if server.failure is not None:
             print(f"transferqueue: {server.failure}", file=sys.stderr)
             return 1
+    return 0
+
+
+def _client(options: argparse.Namespace) -> Client:
+    return connect(
+        options.address,
+        os.environ.get("TRANSFERQUEUE_TOKEN"),
+        server_key=os.environ.get("TRANSFERQUEUE_SERVER_KEY"),
+    )
+
+
+def _snapshot(options: argparse.Namespace) -> int:
+    with _client(options) as client:
+        client.snapshot(options.folder, timeout=options.timeout)
+    print(f"transferqueue: the snapshot is in {options.folder}")
+    return 0
+
+
+def _restore(options: argparse.Namespace) -> int:
+    with _client(options) as client:
+        client.restore(options.folder, timeout=options.timeout)
+    print(f"transferqueue: {options.folder} is restored")
     return 0

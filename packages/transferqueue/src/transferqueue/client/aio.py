@@ -3,6 +3,7 @@ described there.
 """
 
 import asyncio
+import os
 import weakref
 from collections import deque
 from collections.abc import AsyncGenerator, Mapping, Sequence
@@ -106,6 +107,14 @@ class AsyncClient:
             name, tasks, max_samples, limit, length_field, max_staleness, _CONTROL_TIMEOUT
         )
         return AsyncPartition(await run_async(self._channel, steps))
+
+    async def snapshot(self, folder: "str | os.PathLike[str]", *, timeout: float = 600.0) -> None:
+        """See `Client.snapshot`."""
+        await run_async(self._channel, self._servers.snapshot(folder, timeout))
+
+    async def restore(self, folder: "str | os.PathLike[str]", *, timeout: float = 600.0) -> None:
+        """See `Client.restore`."""
+        await run_async(self._channel, self._servers.restore(folder, timeout))
 
     async def stats(self, timeout: float = _CONTROL_TIMEOUT) -> StoreStats:
         """See `Client.stats`."""

@@ -1,5 +1,6 @@
 """The blocking client. All of it may be used from any number of threads."""
 
+import os
 import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -156,6 +157,33 @@ class Client:
     def transport_notes(self) -> tuple[str, ...]:
         """Why a faster transport is not used, if one was tried."""
         return self._servers.notes
+
+    def snapshot(self, folder: "str | os.PathLike[str]", *, timeout: float = 600.0) -> None:
+        """Writes all unconsumed samples, leases, order, groups, schema and the progress of every task to a
+        folder, as they are at one moment; the store goes on meanwhile. `restore`, or ``serve(restore=...)``,
+        brings them back, on any number of storage units.
+
+        Args:
+            folder: on the store's host; made if it is not there. A snapshot that is there already is
+                replaced when the new one is whole.
+
+        Raises:
+            InvalidArgument: the folder holds something else.
+            Full: the disk has no room.
+            StorageLost: a storage unit died meanwhile; try again.
+        """
+        run(self._channel, self._servers.snapshot(folder, timeout))
+
+    def restore(self, folder: "str | os.PathLike[str]", *, timeout: float = 600.0) -> None:
+        """Fills an empty store with a snapshot: samples keep their ids, and leases their tokens and the time
+        they had left.
+
+        Raises:
+            InvalidArgument: the folder is no snapshot, or the store has partitions already.
+            Corrupt: it was changed, is not all there, or is of another version.
+            Full: there is no memory for it.
+        """
+        run(self._channel, self._servers.restore(folder, timeout))
 
     def stats(self, timeout: float = _CONTROL_TIMEOUT) -> StoreStats:
         """Depth, bytes, leases, totals and lag of every partition and task; memory and storage units."""

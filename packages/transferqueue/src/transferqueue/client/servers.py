@@ -1,10 +1,12 @@
 """The store as a client sees it: its controller, its storage units, and how payload gets there."""
 
+import os
 import secrets
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ControllerLost, InvalidArgument, QueueError, StorageLost, Timeout
@@ -24,6 +26,8 @@ from ..wire.messages import (
     Opened,
     OpenPartition,
     ReadStats,
+    Restore,
+    Snapshot,
     Stats,
     UnitAddress,
     Welcome,
@@ -67,6 +71,14 @@ class Servers:
     def stats(self, timeout: float) -> Steps[StoreStats]:
         [answer] = yield [Exchange(self.controller, ReadStats(), time.monotonic() + timeout)]
         return expect(answer, Stats).values
+
+    def snapshot(self, folder: "str | os.PathLike[str]", timeout: float) -> Steps[None]:
+        request = Snapshot(str(Path(folder).absolute()))
+        yield [Exchange(self.controller, request, time.monotonic() + timeout)]
+
+    def restore(self, folder: "str | os.PathLike[str]", timeout: float) -> Steps[None]:
+        request = Restore(str(Path(folder).absolute()))
+        yield [Exchange(self.controller, request, time.monotonic() + timeout)]
 
     def open(
         self,

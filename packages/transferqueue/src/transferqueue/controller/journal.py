@@ -26,7 +26,7 @@ log = logging.getLogger("transferqueue")
 
 _MAGIC = b"TqJ1"
 _HEADER = struct.Struct("<4sIQQQ")
-_STATE, _TURN = 1, 2
+_STATE, _TURN, _WHOLE = 1, 2, 3
 _AHEAD = 4 << 20  # bytes taken in advance
 _RESERVE = 1 << 20  # bytes left of them for what makes room elsewhere
 _REWRITE_FROM = 16 << 20  # bytes of a journal below which rewriting is not worth it
@@ -317,6 +317,29 @@ def _write_file(path: Path, data: bytes) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Replaces a file by one record, so that either the old or the new one is there. OSError if there is no
+    room.
+    """
+    half = path.with_name(f"{path.name}.tmp")
+    try:
+        _write_file(half, _record(_WHOLE, 0, content))
+        half.rename(path)
+    except OSError:
+        with suppress(FileNotFoundError):
+            half.unlink()
+        raise
+    _sync_folder(path.parent)
+
+
+def read_whole(path: Path) -> bytes:
+    """What `write_whole` wrote. Corrupt if it was changed since."""
+    found = list(_records(path, _WHOLE, 0))
+    if len(found) != 1:
+        raise Corrupt(f"{path} does not match its checksum")
+    return found[0][1]
 
 
 def _sync_folder(folder: Path) -> None:

@@ -48,7 +48,7 @@ class Puts:
     def __init__(
         self, generation: int, shelves: Shelves, memory: Memory, units: Units, timers: Timers
     ) -> None:
-        self._generation = generation
+        self.generation = generation
         self._shelves = shelves
         self._memory = memory
         self._units = units
@@ -254,7 +254,7 @@ class Puts:
         try:
             if shelf.serial + body.rows > MAX_SERIAL:
                 raise Full(f"partition {partition.name!r} has used up its ids; start a new store")
-            first = first_id(self._generation, shelf.number, shelf.serial)
+            first = first_id(self.generation, shelf.number, shelf.serial)
             ids = range(first, first + body.rows)
             rows = [
                 Row(*row)

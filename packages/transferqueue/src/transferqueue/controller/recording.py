@@ -24,6 +24,7 @@ from ..wire.messages import (
     RequestBody,
     Reserve,
     ReserveUpdate,
+    Restore,
     TakeSlab,
 )
 from ..wire.node import Answered, Call, Node, Session
@@ -41,7 +42,7 @@ _KEPT = (
     Commit, Fetch, Ack, CommitUpdate, TakeSlab, Reserve, ReserveUpdate, Nack, Extend, Drop, CloseGroup,
     FetchChosen, Admit,
 )  # fmt: skip
-_GROWS = (Commit, CommitUpdate, TakeSlab, Reserve, ReserveUpdate, OpenPartition, Admit)
+_GROWS = (Commit, CommitUpdate, TakeSlab, Reserve, ReserveUpdate, OpenPartition, Admit, Restore)
 _CHANGES = (*_GROWS, Fetch, FetchChosen, Ack, Nack, Extend, Drop, CloseGroup, ClosePartition)
 
 
@@ -54,6 +55,7 @@ class Recording:
 
     Attributes:
         clients: those that the journal has heard of, and the answers they may ask for again.
+        rewrite_due: events do not tell what is there now; the journal has to be begun anew.
     """
 
     def __init__(self, journal: Journal, node: Node, shelves: Shelves, memory: Memory) -> None:
@@ -64,6 +66,7 @@ class Recording:
         self._items: list[bytes] = []
         self._arenas: set[int] = set()
         self.clients: dict[int, Client] = {}
+        self.rewrite_due = False
 
     def start(self) -> None:
         """Attaches itself to everything that changes."""

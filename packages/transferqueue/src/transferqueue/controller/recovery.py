@@ -69,6 +69,35 @@ def boot_id() -> str:
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
+def snapshot(shelves: Shelves, memory: Memory, generation: int) -> bytes:
+    """What is stored and how far tasks are, and nothing of this store's memory and clients. What was freed
+    has been taken.
+    """
+    now = time.monotonic()
+    return events.encode(
+        events.StoreState(
+            events.FORMAT,
+            0,
+            generation,
+            "",
+            now,
+            time.time(),
+            0,
+            memory.next_block,
+            [],
+            [],
+            [events.ShelfState(s.body, s.serial, s.partition.dump(now)) for s in shelves],
+            [
+                events.BlockState(block.number, block.range, block.fields, len(block.samples))
+                for block in memory.blocks.values()
+                if block.living
+            ],
+            [],
+            [],
+        )
+    )
+
+
 def dump(
     shelves: Shelves,
     memory: Memory,

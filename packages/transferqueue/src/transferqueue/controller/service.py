@@ -4,9 +4,10 @@ parts that own the state, and does what follows from them before anything is ans
 
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
-from ..errors import Full
+from ..errors import Full, QueueError, StorageLost
 from ..ids import new_generation
 from ..introspection.statistics import MemoryStats, StoreStats, UnitStats, partition_stats
 from ..scheduling.partition import Partition
@@ -39,7 +40,9 @@ from ..wire.messages import (
     Report,
     Reserve,
     ReserveUpdate,
+    Restore,
     Return,
+    Snapshot,
     Stats,
     TakeSlab,
     Write,
@@ -59,12 +62,15 @@ from .puts import Puts
 from .reclaim import Reclaim
 from .recording import RETRY_SECONDS, Recording
 from .recovery import Past, dump, recover
+from .recovery import snapshot as snapshot_of
 from .returning import Returning
 from .shelves import Shelf, Shelves
+from .snapshot import Snapshots
 from .timers import Timers
 from .units import Units
 
 _PROBE_SECONDS = 2.0  # between two looks whether clients of other hosts that hold something can be reached
+_UNIT_SECONDS = 5.0  # for a storage unit that died to be there again
 _LOST_AFTER = 3  # probes that fail
 _SWEEP_SECONDS = 60.0  # between two looks at all clients
 _FORGOTTEN_AFTER = 600.0  # seconds that one cannot be reached; it may still repeat a request before
@@ -80,7 +86,8 @@ class ControllerService:
         max_bytes: payload bytes in the whole store, or None.
         secret: by which units are known.
         journal: where everything is kept, or None; `backing` is then of its folder.
-        ready: called once, when all storage units are there.
+        snapshot: to begin with, or None.
+        ready: called once, when all storage units are there and the snapshot is, or with why it cannot be.
 
     Raises:
         Corrupt: the journal is damaged.
@@ -95,12 +102,14 @@ class ControllerService:
         max_bytes: int | None,
         secret: str,
         journal: Journal | None,
-        ready: Callable[[], None],
+        snapshot: Path | None,
+        ready: Callable[[QueueError | None], None],
     ) -> None:
         self._node = node
         self._journal = journal
         self._recording: Recording | None = None
-        self._ready: Callable[[], None] | None = ready
+        self._snapshot = snapshot
+        self._ready: Callable[[QueueError | None], None] | None = ready
         self._began = time.monotonic()
         self._timers = Timers()
         self._shelves = Shelves(max_bytes)
@@ -119,6 +128,8 @@ class ControllerService:
         self._fetches = Fetches(self._shelves, self._memory, self._timers)
         self._admissions = Admissions(self._shelves, self._timers)
         self._compaction = Compaction(self._memory, self._units, self._timers)
+        self._snapshots = Snapshots(self._shelves, self._memory, self._units, self._whole, self._put_in_place)
+        self._unitless: list[Call] = []
         Reclaim(self._memory, self._units, self._timers)
         self._returning = Returning(node, self._memory, self._puts, self._shelves, self._timers)
         self._leftovers: list[Grant] = []
@@ -153,11 +164,26 @@ class ControllerService:
         if (past is None or past.incarnation != self._node.incarnation) and not self._rewrite(journal):
             raise Full(f"there is no room for a journal in {journal.folder}; make room there")
 
-    def _rewrite(self, journal: Journal) -> bool:
-        assert self._recording is not None
+    def _free_all(self) -> None:
         for shelf in self._shelves:
             if shelf.partition.freed:
                 self._free(shelf)
+
+    def _whole(self) -> bytes:
+        self._free_all()
+        return snapshot_of(self._shelves, self._memory, self._generation)
+
+    def _put_in_place(self, generation: int) -> None:
+        """A snapshot was loaded: its ids go on."""
+        self._generation = generation
+        self._puts.generation = generation
+        if self._recording is not None:
+            self._recording.start()
+            self._recording.rewrite_due = True
+
+    def _rewrite(self, journal: Journal) -> bool:
+        assert self._recording is not None
+        self._free_all()
         self._recording.drop_items()
         clients = self._recording.clients
         for number, client in clients.items():
@@ -194,6 +220,10 @@ class ControllerService:
                 call.reply(Done())
             case Locate():
                 self._fetches.locate(call, call.body)
+            case TakeSlab() | Reserve() | ReserveUpdate() if call.body.remote and self._awaits_unit(
+                call, now
+            ):
+                pass
             case TakeSlab():
                 self._puts.slab(call, call.body)
             case Reserve():
@@ -256,6 +286,11 @@ class ControllerService:
                 self._node.units = self._units.addresses
                 if self._units.all_there:
                     self._all_there()
+                self._unit_came()
+            case Snapshot(folder):
+                self._snapshots.take(call, Path(folder))
+            case Restore(folder):
+                self._snapshots.restore(call, Path(folder), lambda error: None)
             case _:
                 call.refuse()
 
@@ -264,9 +299,40 @@ class ControllerService:
         leftovers, self._leftovers = self._leftovers, []
         for grant in leftovers:
             self._memory.end(grant)
-        if self._ready is not None:
-            self._ready()
-            self._ready = None
+        if self._ready is None:
+            return
+        ready, self._ready = self._ready, None
+        folder, self._snapshot = self._snapshot, None
+        if folder is None or any(True for _ in self._shelves):
+            ready(None)  # with partitions, this is a later life of a store that was restored
+            return
+        try:
+            self._snapshots.restore(None, folder, ready)
+        except QueueError as error:
+            ready(error)
+
+    def _awaits_unit(self, call: Call, now: float) -> bool:
+        """Lets a put of another host wait for a storage unit where none is there: they are started again."""
+        if self._units.answering():
+            return False
+        self._unitless.append(call)
+        self._timers.at(min(call.deadline, now + _UNIT_SECONDS), lambda: self._without_unit(call))
+        return True
+
+    def _without_unit(self, call: Call) -> None:
+        if call in self._unitless:
+            self._unitless.remove(call)
+            if not call.answered:
+                call.fail(StorageLost("no storage unit answers", unit=-1, address=""))
+
+    def _unit_came(self) -> None:
+        waiting, self._unitless = self._unitless, []
+        for call in waiting:
+            if not call.answered:
+                try:
+                    self.handle(call)
+                except QueueError as error:
+                    call.fail(error)
 
     def _partition(self, number: int) -> Partition:
         return self._shelves[number].partition
@@ -350,9 +416,14 @@ class ControllerService:
 
     def _write(self, recording: Recording, now: float) -> float | None:
         """Writes down what changed, before the node answers; returns when to try again."""
+        if recording.rewrite_due:
+            recording.drop_items()
         self._node.held = not recording.write(now)
         if recording.journal.full is not None:
             return now + RETRY_SECONDS
+        if recording.rewrite_due:  # what was restored is not told in events: it is kept whole, or not yet
+            self._node.held = recording.rewrite_due = not self._rewrite(recording.journal)
+            return now + RETRY_SECONDS if recording.rewrite_due else None
         if recording.journal.is_due:
             self._rewrite(recording.journal)
         return None

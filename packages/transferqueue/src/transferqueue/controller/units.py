@@ -14,11 +14,13 @@ from ..wire.messages import (
     Done,
     Expect,
     Forget,
+    Load,
     Order,
     Punch,
     Range,
     Reply,
     Report,
+    Save,
     UnitAddress,
     encoder,
 )
@@ -159,6 +161,14 @@ class Units:
             raise StorageLost("no storage unit answers", unit=-1, address="")
         self._turn += 1
         return numbers[self._turn % len(numbers)]
+
+    def answering(self) -> list[int]:
+        """Those that can be told to do something now."""
+        return [number for number in sorted(self._units) if not self._units[number].silent]
+
+    def copy(self, number: int, what: Save | Load, done: Finished) -> None:
+        """Has a unit copy blocks to a file, or from one."""
+        self._order(number, what, done)
 
     def expect(self, number: int, where: Range, done: Callable[[str], None]) -> None:
         """Lets a unit take writes; `done` is told why not, or ""."""

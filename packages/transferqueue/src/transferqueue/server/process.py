@@ -80,6 +80,14 @@ def _controller(assignment: Assignment, remote: ZmqListener) -> tuple[Node, Cont
         backing = InFiles(journal.folder)
     elif assignment.spill is not None:
         backing = Spilling(assignment.memory or 0, Path(assignment.spill))
+
+    def ready(error: QueueError | None) -> None:
+        if error is None:
+            _say(Listening(remote.port))
+        else:
+            _say(Listening(error=f"cannot begin: {error}"))
+            node.stop()
+
     node = Node(
         remote,
         LocalListener(assignment.local),
@@ -94,7 +102,8 @@ def _controller(assignment: Assignment, remote: ZmqListener) -> tuple[Node, Cont
         assignment.max_bytes,
         assignment.secret,
         journal,
-        ready=lambda: _say(Listening(remote.port)),
+        None if assignment.restore is None else Path(assignment.restore),
+        ready,
     )
     return node, service
 

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -22,12 +23,14 @@ from ..wire.messages import (
     Done,
     Expect,
     Forget,
+    Load,
     Order,
     Places,
     Punch,
     Range,
     Read,
     Report,
+    Save,
     UnitAddress,
     Values,
     Write,
@@ -36,6 +39,7 @@ from ..wire.messages import (
 from ..wire.node import Call, Session
 from .incoming import Incoming
 from .overseer import Overseer
+from .payload_files import load, save
 from .ucx_memory import UcxMemory
 
 log = logging.getLogger("transferqueue")
@@ -178,7 +182,7 @@ class StorageUnit:
     # -- what the controller orders --------------------------------------------------------------------------
 
     def _ordered(self, order: Order) -> None:
-        values: dict[str, int] = {}
+        values: dict[str, Any] = {}
         error = ""
         try:
             match order.what:
@@ -197,10 +201,14 @@ class StorageUnit:
                     values["nbytes"] = self._compact(source, rows, target)
                 case Punch(arena, start, stop):
                     self._arenas.punch(arena, start, stop)
+                case Save(file, at, ranges):
+                    values["sums"] = save(self._arenas, file, at, ranges)
+                case Load(file, at, ranges, sums):
+                    load(self._arenas, file, at, ranges, sums)
         except QueueError as failure:
-            error = str(failure)
+            error, values["kind"] = str(failure), type(failure).__name__
         except OSError as failure:
-            error = f"{order.what}: {failure}"
+            error, values["kind"] = str(failure), "OSError"
         self._overseer.tell(Report(order.number, error, values, (self.read_bytes, self.written_bytes)))
 
     def _compact(self, source: Range, rows: list[int], target: Range) -> int:

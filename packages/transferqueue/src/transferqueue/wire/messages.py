@@ -364,6 +364,18 @@ class LedgerPage(_Body, frozen=True):
     pending: list[int]
 
 
+class Snapshot(_Body, frozen=True):
+    """Copy all that is stored now to a folder of the controller's host."""
+
+    folder: str
+
+
+class Restore(_Body, frozen=True):
+    """Fill the store, which must be empty, with a snapshot."""
+
+    folder: str
+
+
 class ReadStats(_Body, frozen=True):
     pass
 
@@ -467,11 +479,28 @@ class Punch(_Body, frozen=True):
     stop: int
 
 
+class Save(_Body, frozen=True):
+    """Copy ranges into a file, one behind the other from byte `at` on, and report the XXH3 of each."""
+
+    file: str
+    at: int
+    ranges: list[Range]
+
+
+class Load(_Body, frozen=True):
+    """Copy bytes of a file, from `at` on, into ranges; each must have its XXH3."""
+
+    file: str
+    at: int
+    ranges: list[Range]
+    sums: list[int]
+
+
 class Order(_Body, frozen=True):
     """What the controller wants of a unit."""
 
     number: int
-    what: Attach | Expect | Forget | Compact | Punch
+    what: Attach | Expect | Forget | Compact | Punch | Save | Load
 
 
 class Done(_Body, frozen=True):
@@ -489,7 +518,8 @@ class Failure(_Body, frozen=True):
 ControllerRequest = (
     OpenPartition | TakeSlab | Reserve | ReserveUpdate | Return | Commit | CommitUpdate | CheckFields |
     CloseGroup | Fetch | Locate | ListCandidates | FetchChosen | Ack | Nack | Extend | Drop | Advance |
-    Admit | ClosePartition | IsClosed | ReadLedger | ReadStats | Announce | Written | Report
+    Admit | ClosePartition | IsClosed | ReadLedger | ReadStats | Snapshot | Restore | Announce | Written |
+    Report
 )  # fmt: skip
 StorageRequest = Write | Read | ReadStats
 RequestBody = Hello | Goodbye | Cancel | Release | ControllerRequest | StorageRequest
