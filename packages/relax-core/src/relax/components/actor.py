@@ -4,7 +4,9 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
 from dataclasses import dataclass, field
+from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -19,7 +21,7 @@ from relax.distributed.schedule import Record, read
 from relax.distributed.version_clock import VersionClock
 from relax.distributed.weights import WeightPublisher
 from relax.engine.checkpoints import Checkpoints, Trained
-from relax.engine.micro_batches import Group, canonical, chunked, groups_of, ordered, pack
+from relax.engine.micro_batches import Group, canonical, chunked, groups_of, ordered, pack, within
 from relax.ops.reports import Reports
 
 
@@ -71,6 +73,9 @@ class Clocks:
 class Actor:
     """Trains every step from `first_step` to the last, or until told to stop."""
 
+    LOOK_SECONDS = 10.0
+    """Without a group for so long, it looks whether there are some that the bus refuses to give it."""
+
     def __init__(
         self,
         context: RunContext,
@@ -92,12 +97,13 @@ class Actor:
         self._groups = self._config.rollout.prompts_per_step
         self._members = self._config.rollout.samples_per_prompt
         self._chunk = max(1, self._config.actor.micro_batch_size // self._members)
+        self._tokens = self._config.actor.micro_batch_tokens
         self._stop = asyncio.Event()
         self._compute = ThreadPoolExecutor(1, thread_name_prefix="train")
         self._record = Record(context.schedule / "actor.jsonl")
         self._journal = Record(context.folder / "journal.jsonl")
         self._replay = (
-            {entry["step"]: entry["ordinals"] for entry in read(context.replay / "actor.jsonl")}
+            {entry["step"]: entry for entry in read(context.replay / "actor.jsonl")}
             if context.replay
             else None
         )
@@ -111,15 +117,13 @@ class Actor:
 
     async def run(self) -> None:
         """Train to the last step; closes the partition, which ends the other roles."""
-        self._bus = await Bus.connect(
-            self._context.bus, reference=self._config.reference, media=self._context.media
-        )
-        feed = self._feed()
+        self._bus = await Bus.connect(self._context.bus, self._config, media=self._context.media)
+        await self._bus.advance(self._clock.actor)
         saved = self._context.first_step
         try:
             await self._in_thread(self._publish)
             for step in range(self._context.first_step, self._config.steps):
-                await self._step(step, feed)
+                await self._step(step)
                 every = self._config.checkpoint.every
                 if every and (step + 1) % every == 0:
                     await self._in_thread(self._save)
@@ -128,7 +132,6 @@ class Actor:
             await self._in_thread(self._backend.discard_gradient)
             self._reports.add("event", event="stopped", step=self._clock.actor)
         finally:
-            await feed.aclose()
             await self._settled()
         if self._clock.actor > saved or not self._checkpoints.newest():
             await self._in_thread(self._save)
@@ -145,26 +148,28 @@ class Actor:
 
     # One step
 
-    async def _step(self, step: int, feed: AsyncIterator[Group]) -> None:
-        clocks, totals, groups = Clocks(), Totals(), []
-        async for chunk in self._chunks(step, feed, clocks):
-            groups += chunk
-            for group in chunk:
-                for versions in group.column("policy_versions"):
-                    self._clock.admit(step, versions)
-            self._journal.write(
-                step=step,
-                segment=self._context.segment,
-                ids=[i for group in chunk for i in group.ids],
-                ordinals=[group.ordinal for group in chunk],
-            )
-            begun = time.perf_counter()
-            totals.add(
-                await self._in_thread(
-                    lambda chunk=chunk: self._backend.forward_backward(pack(chunk), self._algorithm.loss)
+    async def _step(self, step: int) -> None:
+        clocks, totals, groups, sizes = Clocks(), Totals(), [], []
+        async with aclosing(self._chunks(step, clocks)) as chunks:
+            async for chunk in chunks:
+                groups += chunk
+                sizes.append(len(chunk))
+                for group in chunk:
+                    for versions in group.column("policy_versions"):
+                        self._clock.admit(step, versions)
+                self._journal.write(
+                    step=step,
+                    segment=self._context.segment,
+                    ids=[i for group in chunk for i in group.ids],
+                    ordinals=[group.ordinal for group in chunk],
                 )
-            )
-            clocks.train += time.perf_counter() - begun
+                begun = time.perf_counter()
+                totals.add(
+                    await self._in_thread(
+                        lambda chunk=chunk: self._backend.forward_backward(pack(chunk), self._algorithm.loss)
+                    )
+                )
+                clocks.train += time.perf_counter() - begun
         begun = time.perf_counter()
         stats = await self._in_thread(
             lambda: self._backend.optim_step(1.0 / totals.count if totals.count else 0.0)
@@ -175,9 +180,12 @@ class Actor:
         begun = time.perf_counter()
         await self._in_thread(self._publish)
         clocks.publish = time.perf_counter() - begun
+        assert self._bus is not None
+        await self._bus.advance(self._clock.actor)
         self._record.write(
             step=step,
             ordinals=[group.ordinal for group in groups],
+            micro_batches=sizes,
             oldest_versions=[
                 min(int(versions[:, 0].min()) for versions in group.column("policy_versions"))
                 for group in groups
@@ -186,8 +194,10 @@ class Actor:
         self._journal.write(step=step, segment=self._context.segment, done=True)
         self._trained.add(group.ordinal for group in groups)
         metrics = step_metrics(step, groups, totals, stats, clocks)
+        metrics["perf/micro_batches"] = float(len(sizes))
         await self._settled()
-        self._tail = asyncio.create_task(self._acknowledge(step, groups, metrics))
+        batches = list({id(group.batch): group.batch for group in groups}.values())
+        self._tail = asyncio.create_task(self._acknowledge(step, batches, metrics))
 
     def _note_skipped(self, step: int, stats: StepStats) -> None:
         self._skipped = self._skipped + 1 if stats.skipped else 0
@@ -201,12 +211,21 @@ class Actor:
                 f"{self._config.actor.lr:g} and resume from an earlier checkpoint"
             )
 
-    async def _acknowledge(self, step: int, groups: Sequence[Group], metrics: dict[str, float]) -> None:
-        """Tell the bus that a step's samples are trained; goes on beside the next step."""
-        batches = {id(group.batch): group.batch for group in groups}
-        await asyncio.gather(*(batch.ack() for batch in batches.values()))
+    async def _acknowledge(
+        self, step: int, batches: "list[tq.AsyncBatch]", metrics: dict[str, float]
+    ) -> None:
+        """Tell the bus that a step's samples are trained, and let go of their memory; goes on beside the next
+        step.
+        """
+        await asyncio.gather(*(batch.ack() for batch in batches))
+        batches.clear()
         assert self._bus is not None
-        metrics["queue/depth"] = await self._bus.depth()
+        usage = await self._bus.usage()
+        metrics["queue/depth"] = float(usage.samples)
+        metrics["queue/payload"] = float(usage.payload)
+        metrics["queue/memory"] = float(usage.memory)
+        metrics["queue/pinned"] = float(usage.pinned)
+        metrics["queue/waiting_puts"] = float(usage.waiting_puts)
         self._reports.add("step", step=step, metrics=metrics)
 
     async def _settled(self) -> None:
@@ -214,42 +233,64 @@ class Actor:
         if self._tail is not None:
             await self._tail
 
-    async def _chunks(
-        self, step: int, feed: AsyncIterator[Group], clocks: Clocks
-    ) -> AsyncIterator[list[Group]]:
-        if self._replay is not None:
-            groups = ordered(feed, self._replay[step], self._groups)
-        elif self._config.mode == "colocate":
-            groups = canonical(feed, self._groups)
-        else:
-            groups = ordered(feed, None, self._groups)
-        chunks = chunked(groups, self._chunk)
+    async def _chunks(self, step: int, clocks: Clocks) -> AsyncGenerator[list[Group]]:
+        """The micro-batches of a step; the time waited for them goes to `clocks`."""
+        chunks = self._cut(step)
         while True:
             begun = time.perf_counter()
-            try:
-                chunk = await self._or_stop(anext(chunks))
-            except StopAsyncIteration:
+            # By a value and not by StopAsyncIteration: its traceback would keep views of the bus's memory.
+            chunk = await self._or_stop(anext(chunks, None))
+            if chunk is None:
                 return
             clocks.wait += time.perf_counter() - begun
             yield chunk
 
-    async def _feed(self) -> AsyncGenerator[Group]:
-        """Every group of every step in order, leased one ahead of what is being trained."""
+    def _cut(self, step: int) -> AsyncIterator[list[Group]]:
+        if self._replay is not None:
+            recorded = self._replay[step]
+            groups = ordered(self._groups_of(step), recorded["ordinals"], self._groups)
+            return chunked(groups, iter(recorded["micro_batches"]))
+        if self._config.mode == "colocate":
+            groups = canonical(self._groups_of(step), self._groups)
+            return (
+                chunked(groups, repeat(self._chunk)) if self._tokens is None else within(groups, self._tokens)
+            )
+        if self._tokens is not None:
+            return self._fetched(step, self._tokens)
+        return chunked(self._groups_of(step), repeat(self._chunk))
+
+    async def _groups_of(self, step: int) -> AsyncGenerator[Group]:
+        async for groups in self._fetched(step, None):
+            for group in groups:
+                yield group
+
+    async def _fetched(self, step: int, tokens: int | None) -> AsyncGenerator[list[Group]]:
+        """The groups of a step as the bus has them: those that are ready, or with `tokens` one micro-batch
+        after the other.
+        """
         assert self._bus is not None
-        for step in range(self._context.first_step, self._config.steps):
-            left = self._groups
-            while left:
-                try:
-                    batch = await self._bus.groups(
-                        schema.TASK_ACTOR, self._members, most=left, up_to_step=step
-                    )
-                except tq.Timeout:
-                    continue
-                for group in groups_of(batch):
-                    if group.step != step:
-                        raise RuntimeError(f"the bus gave a group of step {group.step} to step {step}")
-                    left -= 1
-                    yield group
+        left = self._groups
+        while left:
+            try:
+                batch = await self._bus.groups(
+                    schema.TASK_ACTOR,
+                    self._members,
+                    most=left,
+                    least=1 if tokens is None else left,
+                    tokens=tokens,
+                    up_to_step=step,
+                    max_staleness=self._config.max_staleness,
+                    timeout=self.LOOK_SECONDS,
+                )
+            except tq.Timeout:
+                await self._bus.refuse_stale(schema.TASK_ACTOR, step, self._clock.earliest(step))
+                continue
+            groups = groups_of(batch)
+            wrong = [group.step for group in groups if group.step != step]
+            if wrong:
+                raise RuntimeError(f"the bus gave a group of step {wrong[0]} to step {step}")
+            left -= len(groups)
+            yield groups
 
     async def _or_stop(self, what: Any) -> Any:
         if self._stop.is_set():

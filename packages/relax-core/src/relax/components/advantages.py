@@ -23,7 +23,7 @@ class Advantages:
     async def run(self) -> None:
         """Until the partition is closed and drained."""
         config = self._context.config
-        bus = await Bus.connect(self._context.bus, reference=config.reference, media=self._context.media)
+        bus = await Bus.connect(self._context.bus, config, media=self._context.media)
         try:
             while True:
                 try:
@@ -32,16 +32,20 @@ class Advantages:
                     continue
                 except tq.Closed:
                     return
-                advantages = group_advantages(
-                    self._algorithm,
-                    [float(reward) for reward in batch["reward"]],
-                    [int(ordinal) for ordinal in batch["ordinal"]],
-                    list(batch["loss_mask"]),
-                )
-                await bus.partition.update(batch.ids, {"advantages": advantages})
-                await batch.ack()
+                await self._serve(bus, batch)
+                del batch  # which holds memory of the bus
         finally:
             await bus.close()
+
+    async def _serve(self, bus: Bus, batch: "tq.AsyncBatch") -> None:
+        advantages = group_advantages(
+            self._algorithm,
+            [float(reward) for reward in batch["reward"]],
+            [int(ordinal) for ordinal in batch["ordinal"]],
+            list(batch["loss_mask"]),
+        )
+        await bus.partition.update(batch.ids, {"advantages": advantages})
+        await batch.ack()
 
 
 def group_advantages(

@@ -25,27 +25,33 @@ class Reference:
 
     async def run(self) -> None:
         """Until the partition is closed and drained."""
+        config = self._context.config
         backend: TrainBackend | None = None
-        bus = await Bus.connect(self._context.bus, reference=True, media=self._context.media)
-        size = self._context.config.rollout.samples_per_prompt
+        bus = await Bus.connect(self._context.bus, config, media=self._context.media)
         try:
             while True:
                 try:
-                    batch = await bus.groups(schema.TASK_REFERENCE, size)
+                    batch = await bus.groups(
+                        schema.TASK_REFERENCE,
+                        config.rollout.samples_per_prompt,
+                        tokens=config.actor.micro_batch_tokens,
+                    )
                 except tq.Timeout:
                     continue
                 except tq.Closed:
                     return
                 if backend is None:
                     backend = await asyncio.to_thread(self._load)
-                groups = groups_of(batch)
-                packed = pack(groups)
-                logprobs = (await asyncio.to_thread(backend.forward, packed)).numpy()
-                bounds = packed.response_offsets.tolist()
-                rows = [logprobs[a:b] for a, b in pairwise(bounds)]
-                await bus.partition.update(
-                    [i for group in groups for i in group.ids], {"reference_logprobs": rows}
-                )
-                await batch.ack()
+                await self._serve(bus, backend, batch)
+                del batch  # which holds memory of the bus
         finally:
             await bus.close()
+
+    async def _serve(self, bus: Bus, backend: TrainBackend, batch: "tq.AsyncBatch") -> None:
+        groups = groups_of(batch)
+        packed = pack(groups)
+        logprobs = (await asyncio.to_thread(backend.forward, packed)).numpy()
+        bounds = packed.response_offsets.tolist()
+        rows = [logprobs[a:b] for a, b in pairwise(bounds)]
+        await bus.partition.update([i for group in groups for i in group.ids], {"reference_logprobs": rows})
+        await batch.ack()

@@ -6,7 +6,10 @@ ordinal names, and their turns go to the engine in canonical order, so that a ru
 """
 
 import asyncio
+import time
+from collections.abc import Coroutine
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from agentic import Episode, EpisodeError, Limits, Sampling, Task, derive_seed, run_episode
@@ -45,6 +48,9 @@ class Start:
 class Rollout:
     """Generates the groups of every step from `first_step` to the last."""
 
+    ROOM_SECONDS = 1.0
+    """A put that takes longer may wait for room on the bus, so that is looked into."""
+
     def __init__(
         self,
         context: RunContext,
@@ -78,15 +84,16 @@ class Rollout:
         )
         self._record = Record(context.schedule / "rollout.jsonl")
         self._generated = 0
+        self._waited = 0.0
         self._resumed_at = 0
+        self._tickets: dict[int, int] = {}
+        self._delivered = asyncio.Event()
         self._bus: Bus | None = None
         self._running: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
         """Until every step has its groups on the bus."""
-        self._bus = await Bus.connect(
-            self._context.bus, reference=self._context.config.reference, media=self._context.media
-        )
+        self._bus = await Bus.connect(self._context.bus, self._context.config, media=self._context.media)
         if self._context.source is not None:
             self._source.load_state(self._context.source)
             self._resumed_at = int(self._context.source["next"])
@@ -117,11 +124,23 @@ class Rollout:
                 await self._any_finished()
                 continue
             if await self._startable(slot.step):
+                await self._unless_one_fails(self._admit(slot.step))
                 self._launch_startable()
+
+    async def _admit(self, step: int) -> None:
+        """Get the bus's admission for a step, once, before its first group is started, and for those after it
+        that may start as well. This is its own check of what the version clock has found.
+        """
+        assert self._bus is not None
+        while step < self._context.config.steps and self._clock.routable(step):
+            if step not in self._tickets:
+                version = self._pool.oldest_served(step)
+                self._tickets[step] = await self._bus.admit_step(step, version)
+            step += 1
 
     def _launch_startable(self) -> None:
         """Start every group that may start now, so that their first turns reach the engines together."""
-        while (slot := self._pacer.peek()) is not None and self._clock.routable(slot.step):
+        while (slot := self._pacer.peek()) is not None and slot.step in self._tickets:
             self._launch(self._take(), self._pool.least_loaded(slot.step))
 
     def _take(self) -> Prompt:
@@ -154,9 +173,21 @@ class Rollout:
         finally:
             waiting.cancel()
 
+    async def _unless_one_fails(self, what: Coroutine[Any, Any, None]) -> None:
+        """Await it; a fault of a running group is raised meanwhile."""
+        waiting = asyncio.ensure_future(what)
+        try:
+            while not waiting.done():
+                await asyncio.wait({waiting, *self._running}, return_when=asyncio.FIRST_COMPLETED)
+                self._reap()
+            waiting.result()
+        finally:
+            waiting.cancel()
+
     async def _lockstep(self) -> None:
         while (slot := self._pacer.peek()) is not None:
             await self._pool.wait_all_at(self._clock.earliest(slot.step))
+            await self._admit(slot.step)
             starts = []
             while (next_slot := self._pacer.peek()) is not None and next_slot.step == slot.step:
                 prompt = self._take()
@@ -177,6 +208,7 @@ class Rollout:
             replica = self._pool.replicas[entry["replica"]]
             await self._pool.wait_may_start(entry["step"], replica.name)
             self._reap()
+            await self._unless_one_fails(self._admit(entry["step"]))
             self._pacer.start(entry["ordinal"])
             slot = Slot(entry["step"], entry["index"])
             try:
@@ -230,10 +262,35 @@ class Rollout:
             start.replica.episodes -= self._members
         samples = [self._sample(start, member, episode) for member, episode in enumerate(episodes)]
         ages = [self._clock.admit(start.slot.step, sample.policy_versions) for sample in samples]
-        assert self._bus is not None
-        await self._bus.put_group(samples, start.slot.step)
+        await self._put(samples, start.slot.step)
         self._pacer.finished(ordinal)
+        self._delivered.set()
         self._report(start, samples, max(ages))
+
+    async def _put(self, samples: list[Sample], step: int) -> None:
+        """Put a group, once those of the steps before it are on the bus, and there is room."""
+        assert self._bus is not None
+        while not self._pacer.may_put(step):
+            self._delivered.clear()
+            await self._delivered.wait()
+        begun = time.perf_counter()
+        watching = asyncio.create_task(self._found_full(self._bus, step))
+        try:
+            await self._bus.put_group(samples, step, self._tickets[step])
+        finally:
+            watching.cancel()
+            await asyncio.gather(watching, return_exceptions=True)
+        if not watching.cancelled() and watching.result():
+            self._waited += time.perf_counter() - begun
+
+    async def _found_full(self, bus: Bus, step: int) -> bool:
+        """Whether a put that takes long waits for room; that is told."""
+        await asyncio.sleep(self.ROOM_SECONDS)
+        full = (await bus.usage()).waiting_puts > 0
+        if full:
+            limit = self._context.config.queue.max_bytes
+            self._reports.add("event", event="waiting for room", step=step, max_bytes=limit)
+        return full
 
     async def _episodes(self, start: Start) -> list[Episode]:
         policy = ReplicaPolicy(self._processor, start.replica)
@@ -305,14 +362,20 @@ class Rollout:
         """What the engines say they have generated, whether or not it reached the bus."""
         health = await self._pool.health()
         self._reports.add(
-            "rollout", generated_tokens=sum(engine.generated_tokens for engine in health.values())
+            "rollout",
+            generated_tokens=sum(engine.generated_tokens for engine in health.values()),
+            waited=self._waited,
         )
 
     def _report(self, start: Start, samples: list[Sample], age: int) -> None:
         sampled = sum(int(np.sum(sample.loss_mask)) for sample in samples)
         self._generated += sampled
         self._reports.add(
-            "rollout", generated_tokens=self._generated, running_groups=len(self._pacer.running), age=age
+            "rollout",
+            generated_tokens=self._generated,
+            running_groups=len(self._pacer.running),
+            age=age,
+            waited=self._waited,
         )
         if start.slot.index >= self._context.config.log.samples_per_step:
             return

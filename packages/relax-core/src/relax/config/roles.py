@@ -80,6 +80,10 @@ class ActorSettings(Settings):
     lr_warmup_steps: int = Field(default=0, ge=0)
     micro_batch_size: int = Field(default=16, ge=1)
     """Samples in one forward and backward; rounded to whole groups."""
+    micro_batch_tokens: int | None = Field(default=None, ge=1)
+    """Most tokens, prompts included, in one forward and backward, and in one forward of the Reference role:
+    as many whole groups as fit, at least one. Takes the place of `micro_batch_size`.
+    """
     max_skipped_steps: int = Field(default=10, ge=0)
     """Steps in a row that may be skipped for a gradient that is not finite before the run ends."""
     supervised: SupervisedSettings = SupervisedSettings()

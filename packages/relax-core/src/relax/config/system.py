@@ -26,10 +26,27 @@ class QueueSettings(Settings):
     """transferqueue, started with the run."""
 
     storage_units: int = Field(default=1, ge=1)
-    max_bytes: str = "1GiB"
-    """Most payload held at once over all units."""
+    """Processes that serve payload; one that dies is started again, and nothing is lost by that."""
+    max_bytes: int | str = "25%"
+    """Most payload held at once: bytes, a size such as `8GiB`, or a share of the memory that this machine (or
+    container) has. Rollout waits beyond it. It has to hold the samples of one step.
+    """
+    wait_seconds: float = Field(default=600.0, gt=0)
+    """Longest wait of rollout for room; then the run ends."""
+    transport: Literal["auto", "shm", "zmq"] = "auto"
+    """How samples travel between roles and queue: `shm`, memory that all of them map, `zmq`, messages over
+    TCP, or `auto`, the first where it is possible.
+    """
     port: int = Field(default=0, ge=0, le=65535)
     """Port of the controller on loopback; 0 takes a free one."""
+
+    @field_validator("max_bytes")
+    @classmethod
+    def _size(cls, size: int | str) -> int | str:
+        from relax.config.sizes import bytes_of
+
+        bytes_of(size)
+        return size
 
 
 class WeightSettings(Settings):

@@ -1,6 +1,9 @@
-"""Groups of the bus become micro-batches of the trainer: in which order, and how they are laid out."""
+"""Groups of the bus become micro-batches of the trainer: in which order, and how they are laid out.
 
-from collections.abc import AsyncIterator, Sequence
+A group's columns are read-only views of the bus's memory. `pack` copies them, but for pictures.
+"""
+
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +28,11 @@ class Group:
     @property
     def ids(self) -> list[int]:
         return [int(self.batch.ids[row]) for row in self.rows]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all members, prompts included."""
+        return sum(len(tokens) for tokens in self.column("tokens"))
 
     def column(self, name: str) -> list[Any]:
         """A field of its members."""
@@ -76,14 +84,32 @@ async def canonical(groups: AsyncIterator[Group], count: int) -> AsyncIterator[G
         yield group
 
 
-async def chunked(groups: AsyncIterator[Group], size: int) -> AsyncIterator[list[Group]]:
-    """Runs of `size` groups, the last one shorter."""
+async def chunked(groups: AsyncIterator[Group], sizes: Iterator[int]) -> AsyncIterator[list[Group]]:
+    """Runs of so many groups, the last one shorter where there are no more."""
     chunk: list[Group] = []
+    size = next(sizes)
     async for group in groups:
         chunk.append(group)
         if len(chunk) == size:
             yield chunk
             chunk = []
+            size = next(sizes, 0)
+    if chunk:
+        yield chunk
+
+
+async def within(groups: AsyncIterator[Group], tokens: int) -> AsyncIterator[list[Group]]:
+    """Runs of as many groups, in order, as have at most `tokens` together; a larger one comes alone. What
+    transferqueue's `TokenBudget` makes of the same groups in the same order.
+    """
+    chunk: list[Group] = []
+    room = tokens
+    async for group in groups:
+        if chunk and group.tokens > room:
+            yield chunk
+            chunk, room = [], tokens
+        chunk.append(group)
+        room -= group.tokens
     if chunk:
         yield chunk
 

@@ -62,6 +62,12 @@ class Pacer:
         self._again.sort(key=lambda s: (s.step, s.index))
         return slot
 
+    def may_put(self, step: int) -> bool:
+        """Whether every step before this one has all its groups on the bus. Groups go there step by step, so
+        that those of a later step never take the room that an earlier one needs to be trained.
+        """
+        return all(slot.step >= step for slot in (*self._again, *self._open.values()))
+
     @property
     def running(self) -> dict[int, Slot]:
         """Groups started and not finished: ordinal -> slot."""

@@ -89,6 +89,10 @@ class EnginePool:
         if self._failure is not None:
             raise self._failure
 
+    def oldest_served(self, step: int) -> int:
+        """The oldest version among the replicas that may start a group of `step`; there must be one."""
+        return min(self._clock.engines[name] for name in self._clock.routable(step))
+
     def least_loaded(self, step: int) -> Replica:
         """The replica with the fewest episodes among those that may start a group of `step`."""
         return min(

@@ -86,6 +86,11 @@ def _train(words: list[str], resume: Path | None, replay: Path | None) -> None:
             typer.echo(
                 f"goodput: {outcome.goodput:.1%} of {outcome.generated_tokens:,.0f} generated tokens trained"
             )
+        if outcome.waited:
+            typer.echo(
+                f"the queue was full: groups waited {outcome.waited:.0f} s for room, added up "
+                f"(queue.max_bytes = {config.queue.max_bytes})"
+            )
         if outcome.accounting.faults:
             _fail(f"the accounting of samples is not exact; see {folder.accounting}", 1)
     if outcome.stopped:
@@ -118,8 +123,10 @@ def export(
 def doctor(words: Words = None) -> None:
     """Say what would run where, and what is wrong: relax doctor configs/quickstart.yaml"""
     from relax.config import ConfigError, load
+    from relax.config.sizes import bytes_of
     from relax.orchestration.plan import plan
     from relax.orchestration.run_folder import RunFolder
+    from relax.orchestration.services import services
     from relax.orchestration.train import prepare
 
     try:
@@ -128,8 +135,14 @@ def doctor(words: Words = None) -> None:
         Console().print(plan(config).table())
         with tempfile.TemporaryDirectory() as folder:
             prepare(config, RunFolder(Path(folder)), resume=False)
+        with services(config) as started:
+            transport = started.transport
     except ConfigError as error:
         _fail(str(error), 2)
+    typer.echo(
+        f"queue: {transport}, at most {bytes_of(config.queue.max_bytes) / 2**30:.1f} GiB "
+        f"(queue.max_bytes = {config.queue.max_bytes})"
+    )
     typer.echo(
         f"{config.mode}, max_staleness {config.max_staleness}, {config.steps} steps of "
         f"{config.batch_samples} samples: ok"
@@ -156,11 +169,16 @@ def _schedule(run: Path, steps: int) -> Path:
     recorded = run.absolute() / "schedule" / "segment-0"
     if not recorded.is_dir():
         raise ConfigError(f"--replay {run}: no recorded schedule lies there (no {recorded})")
-    trained = sum(1 for _ in read(recorded / "actor.jsonl"))
-    if trained != steps:
+    trained = list(read(recorded / "actor.jsonl"))
+    if len(trained) != steps:
         raise ConfigError(
-            f"--replay {run}: its first part trained {trained} steps and {steps} are asked for; a replay "
-            "follows a run that was not stopped, with as many steps"
+            f"--replay {run}: its first part trained {len(trained)} steps and {steps} are asked for; "
+            "a replay follows a run that was not stopped, with as many steps"
+        )
+    if any("micro_batches" not in step for step in trained):
+        raise ConfigError(
+            f"--replay {run}: its schedule does not say how the steps were cut into micro-batches; it was "
+            "recorded by an older relax, which replays it"
         )
     return recorded
 

@@ -68,7 +68,8 @@ class PlainDisplay:
         self._line(
             f"step {step + 1:>{len(str(self._steps))}}/{self._steps}  reward {metrics['reward/mean']:.3f}  "
             f"loss {metrics['loss']:+.4f}  staleness {metrics['staleness/mean']:.2f}  "
-            f"{metrics['perf/tokens_per_second']:,.0f} tok/s  queue {metrics['queue/depth']:.0f}  "
+            f"{metrics['perf/tokens_per_second']:,.0f} tok/s  queue {metrics['queue/depth']:.0f} "
+            f"({size(metrics['queue/payload'])})  "
             f"{metrics['time/step']:.2f} s"
         )
 
@@ -145,7 +146,7 @@ class RichDisplay:
             ("loss", f"{shown['loss']:+.4f}"),
             ("staleness", f"{shown['staleness/mean']:.2f} (max {shown['staleness/max']:.0f})"),
             ("throughput", f"{shown['perf/tokens_per_second']:,.0f} tok/s"),
-            ("queue depth", f"{shown['queue/depth']:.0f} samples"),
+            ("queue", f"{shown['queue/depth']:.0f} samples, {size(shown['queue/payload'])}"),
             ("generated", f"{self._rollout.get('generated_tokens', 0):,.0f} tok"),
             ("response", f"{shown['response/tokens_mean']:.1f} tok"),
             ("step", f"{shown['time/step']:.2f} s"),
@@ -155,6 +156,15 @@ class RichDisplay:
         for row in (cells[:4], cells[4:]):
             table.add_row(*(f"[dim]{name}[/dim] [bold]{value}[/bold]" for name, value in row))
         return table
+
+
+def size(nbytes: float) -> str:
+    """Bytes as people read them: `312 KiB`."""
+    for unit in ("B", "KiB", "MiB"):
+        if nbytes < 1024:
+            return f"{nbytes:.0f} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.1f} GiB"
 
 
 def sparkline(values: Sequence[float], width: int) -> str:

@@ -45,7 +45,7 @@ class Accounting:
 
 def settle(bus: Endpoint, journal: Path, segment: int) -> Accounting:
     """Drop what no step will train any more, with its reason, and count."""
-    queue = tq.connect(bus.address, token=bus.token)
+    queue = tq.connect(bus.address, token=bus.token, transport=bus.transport)
     try:
         try:
             partition = queue.partition(schema.PARTITION)

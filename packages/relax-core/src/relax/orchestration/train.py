@@ -23,7 +23,7 @@ from relax.orchestration.model_folder import model_folder, sees_pictures
 from relax.orchestration.plan import Plan, check_cpus, plan
 from relax.orchestration.preflight import preflight
 from relax.orchestration.run_folder import RunFolder, begin_segment, hold
-from relax.orchestration.services import services
+from relax.orchestration.services import QueueWatch, services
 
 POLL_SECONDS = 0.25
 """Between two looks at the roles while they start or end."""
@@ -48,6 +48,7 @@ class Outcome:
     accounting: Accounting | None = None
     trained_tokens: float = 0.0
     generated_tokens: float = 0.0
+    waited: float = 0.0
 
     @property
     def goodput(self) -> float:
@@ -82,12 +83,17 @@ class _Run:
     steps: int = 0
     trained_tokens: float = 0.0
     generated_tokens: float = 0.0
+    waited: float = 0.0
+    told_waited: float = 0.0
+    told_full: bool = False
 
     def take(self, report: Report) -> None:
         match report.kind:
             case "step":
                 self.first_step_at = self.first_step_at or time.monotonic()
                 step, metrics = report.data["step"], report.data["metrics"]
+                metrics["queue/waited"] = self.waited - self.told_waited
+                self.told_waited = self.waited
                 self.rewards.append(metrics["reward/mean"])
                 self.steps += 1
                 self.trained_tokens += metrics["tokens/trained"]
@@ -96,6 +102,7 @@ class _Run:
                 self.display.step(step, metrics)
             case "rollout":
                 self.generated_tokens = report.data["generated_tokens"]
+                self.waited = report.data["waited"]
                 self.display.rollout(report.data)
             case "sample":
                 self.samples.write(report.data)
@@ -117,6 +124,19 @@ class _Run:
                 )
             case "group dropped":
                 self.display.note(f"group {report.data['ordinal']} dropped: {report.data['reason']}")
+            case "waiting for room" if not self.told_full:
+                self.told_full = True
+                self.display.note(
+                    f"the queue is full (queue.max_bytes = {report.data['max_bytes']}): rollout waits until "
+                    f"samples are trained"
+                )
+            case "queue started" if not report.data["transport"].startswith("shm"):
+                self.display.note(f"samples travel by {report.data['transport']}")
+            case "storage unit restarted":
+                self.display.note(
+                    f"storage unit {report.data['unit']} of the queue died and was started again; nothing is "
+                    f"lost"
+                )
 
     def close(self) -> None:
         for sink in self.sinks:
@@ -171,12 +191,13 @@ def _train(config: RunConfig, folder: RunFolder, context: RunContext, title: str
     run = _Run(folder, shown, sinks, JsonLines(folder.samples), JsonLines(folder.events))
     try:
         with services(config) as started:
+            run.take(Report("event", "queue", {"event": "queue started", "transport": started.transport}))
             context = replace(context, bus=started.bus, weights=started.weights, segment=segment)
             try:
                 with _launcher(resolved, context, run) as launcher:
-                    stopped = asyncio.run(_supervise(launcher, resolved, config, run))
+                    stopped = asyncio.run(_supervise(launcher, resolved, config, run, started.queue))
             finally:
-                accounting = _accounts(started.bus, run, segment)
+                accounting = _accounts(started.bus, started.queue, run, segment)
     finally:
         shown.close()
         run.close()
@@ -191,17 +212,21 @@ def _train(config: RunConfig, folder: RunFolder, context: RunContext, title: str
         accounting,
         run.trained_tokens,
         run.generated_tokens,
+        run.waited,
     )
 
 
-def _accounts(bus: Endpoint, run: _Run, segment: int) -> Accounting | None:
+def _accounts(bus: Endpoint, queue: QueueWatch, run: _Run, segment: int) -> Accounting | None:
     """The accounts of this start, also written to the run folder; None, and a note, when the queue is
     gone.
     """
+    gone = queue.failure
     try:
-        accounting = settle(bus, run.folder.journal, segment)
+        accounting = settle(bus, run.folder.journal, segment) if gone is None else None
     except tq.QueueError as error:
-        run.display.note(f"the samples of this start could not be accounted for: {error}")
+        accounting, gone = None, str(error)
+    if accounting is None:
+        run.display.note(f"the samples of this start could not be accounted for: {gone}")
         return None
     written = JsonLines(run.folder.accounting)
     written.step(run.steps, accounting.as_dict())
@@ -239,7 +264,9 @@ def _launcher(resolved: Plan, context: RunContext, run: _Run) -> Iterator[Launch
         yield RayLauncher(resolved, context, daemons)
 
 
-async def _supervise(launcher: Launcher, resolved: Plan, config: RunConfig, run: _Run) -> bool:
+async def _supervise(
+    launcher: Launcher, resolved: Plan, config: RunConfig, run: _Run, queue: QueueWatch
+) -> bool:
     """Start the roles and follow them to the end; returns whether the run was stopped early."""
     endless = frozenset(w for role in resolved.roles for w in role.workers if w.startswith("engine-"))
     async with _signals(run) as stop:
@@ -252,13 +279,18 @@ async def _supervise(launcher: Launcher, resolved: Plan, config: RunConfig, run:
                 await asyncio.gather(starting, return_exceptions=True)
                 return True
             starting.result()
-            return await _follow(launcher, endless, stop, config, run)
+            return await _follow(launcher, endless, stop, config, run, queue)
         finally:
             await launcher.close()
 
 
 async def _follow(
-    launcher: Launcher, endless: frozenset[str], stop: "asyncio.Future[None]", config: RunConfig, run: _Run
+    launcher: Launcher,
+    endless: frozenset[str],
+    stop: "asyncio.Future[None]",
+    config: RunConfig,
+    run: _Run,
+    queue: QueueWatch,
 ) -> bool:
     deadline = time.monotonic() + config.ray.start_seconds
     ready = False
@@ -276,7 +308,9 @@ async def _follow(
             run.display.phase("first rollouts")
         for report in poll.reports:
             run.take(report)
-        _raise_failed(poll, run)
+        for unit in queue.restarted():
+            run.take(Report("event", "queue", {"event": "storage unit restarted", "unit": unit}))
+        _raise_failed(poll, run, queue.failure)
         if poll.done(endless) or (ending is not None and _actor_done(poll)):
             return ending is not None
         if not ready and time.monotonic() > deadline and not run.rewards:
@@ -303,11 +337,13 @@ def _actor_done(poll: Poll) -> bool:
     return poll.workers["actor"].state == "done"
 
 
-def _raise_failed(poll: Poll, run: _Run) -> None:
-    if not poll.failed:
-        return
+def _raise_failed(poll: Poll, run: _Run, queue_failure: str | None) -> None:
     for status in poll.failed:
         (run.folder.logs / f"{status.worker}.error.txt").write_text(status.error)
+    if queue_failure is not None:
+        raise RoleFailed(f"the queue failed: {queue_failure}")
+    if not poll.failed:
+        return
     first = min(poll.failed, key=lambda status: _consequence(status.error))
     others = [status.worker for status in poll.failed if status is not first]
     more = f"\n({', '.join(others)} failed too; see {_shown(run.folder.logs)})" if others else ""

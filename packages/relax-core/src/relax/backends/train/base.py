@@ -24,7 +24,8 @@ class Packed:
         prompt_lengths: int64 [rows], tokens of a row before its response; at least 1.
         fields: response-aligned columns, each [total response], rows in the same order: `loss_mask` (uint8),
             `rollout_logprobs`, `advantages`, `reference_logprobs` (float32).
-        media: a row's media items (what omni_processor made), empty for a row without.
+        media: a row's media items (what omni_processor made), empty for a row without. Their arrays are
+            read-only views of the bus's memory: copy what has to outlive the call.
     """
 
     tokens: Tensor

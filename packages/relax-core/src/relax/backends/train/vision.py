@@ -50,7 +50,7 @@ def hidden_states(model: Any, input_ids: Tensor, media: Media) -> Tensor:
             if key not in seen:
                 seen[key] = len(pictures)
                 pictures.append(torch.tensor(pixels))
-                picture_grids.append(torch.as_tensor(grid))
+                picture_grids.append(torch.tensor(grid))
             shown.append(seen[key])
             grids.append(picture_grids[seen[key]])
 
