@@ -89,13 +89,17 @@ class RemotePeer:
         self.socket.send_multipart(frames)
 
     def hear(self) -> Reply:
-        """The next reply; signs of life that the controller looks for are left out."""
+        """The next reply; what the controller says to find out whether one is there is left out."""
         deadline = time.monotonic() + 20
         while True:
             assert self.socket.poll(max(0, int((deadline - time.monotonic()) * 1000))), "no reply"
-            reply = decode_reply(self.socket.recv_multipart()[0])
+            reply = self.hear_any()
             if reply.id or not isinstance(reply.body, Done):
                 return reply
+
+    def hear_any(self) -> Reply:
+        """The next reply, which is there already."""
+        return decode_reply(self.socket.recv_multipart(zmq.NOBLOCK)[0])
 
     def hears_nothing(self, milliseconds: int = 200) -> bool:
         return not self.socket.poll(milliseconds)
@@ -134,6 +138,8 @@ class LocalPeer:
         message = self._take(int.from_bytes(self._take(4), "little"))
         return decode_reply(message)
 
+    hear_any = hear
+
     def _take(self, nbytes: int) -> bytes:
         while len(self._inbox) < nbytes:
             data, descriptors, _, _ = socket.recv_fds(self.socket, 1 << 16, 253)
@@ -159,8 +165,8 @@ class LocalPeer:
 
     def close(self) -> None:
         self.socket.close()
-        for descriptor in self.descriptors:
-            os.close(descriptor)
+        while self.descriptors:
+            os.close(self.descriptors.pop())
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..errors import Full, QueueError, StorageLost
+from ..errors import Full, QueueError, StaleLease, StorageLost
 from ..ids import new_generation
 from ..introspection.statistics import MemoryStats, StoreStats, UnitStats, partition_stats
 from ..scheduling.partition import Partition
@@ -216,7 +216,7 @@ class ControllerService:
             case Fetch():
                 self._fetches.fetch(call, call.body, now)
             case Ack(number, lease):
-                self._partition(number).ack(lease, now)
+                self._of_lease(call, number, lease).ack(lease, now)
                 call.reply(Done())
             case Locate():
                 self._fetches.locate(call, call.body)
@@ -233,10 +233,10 @@ class ControllerService:
             case Return():
                 self._puts.returned(call, call.body)
             case Nack(number, lease):
-                self._partition(number).nack(lease, now)
+                self._of_lease(call, number, lease).nack(lease, now)
                 call.reply(Done())
             case Extend(number, lease, seconds):
-                self._partition(number).extend(lease, lease_seconds(seconds), now)
+                self._of_lease(call, number, lease).extend(lease, lease_seconds(seconds), now)
                 call.reply(Done())
             case Written(where):
                 self._puts.written(self._units.number_of(call), where)
@@ -336,6 +336,17 @@ class ControllerService:
 
     def _partition(self, number: int) -> Partition:
         return self._shelves[number].partition
+
+    def _of_lease(self, call: Call, number: int, lease: int) -> Partition:
+        """The partition of a lease. StaleLease if the lease is another client's."""
+        partition = self._partition(number)
+        loan = partition.loans.tokens.get(lease)
+        if loan is not None and loan.tokens[lease] != call.session.number:
+            raise StaleLease(
+                f"lease {lease} of partition {partition.name!r} is another client's",
+                lease=lease,
+            )
+        return partition
 
     def _open(self, body: OpenPartition) -> Opened:
         shelf = self._shelves.open(body)

@@ -338,7 +338,7 @@ class Node:
             self._greet(connection, body, request.done_below)
             return
         session = self._by_connection.get(connection)
-        if session is None:
+        if session is None or (session.left and not isinstance(body, Release)):
             connection.send(
                 encoder.encode(Reply(request.id, Failure("HelloRequired", "say hello first", {})))
             )
@@ -414,7 +414,7 @@ class Node:
     def _leave(self, session: Session) -> None:
         """A client of this host may look at what it was given for as long as it keeps the connection."""
         if not session.here:
-            self._forget(session)
+            self._part(session)
         elif not session.left:
             session.left = True
             for call in list(session.waiting.values()):
