@@ -313,8 +313,17 @@ def test_an_equal_split_in_two_is_close_to_the_best_there_is(lengths: list[int])
     best = min(
         abs(whole - 2 * sum(lengths[unit] for unit in half)) for half in itertools.combinations(range(8), 4)
     )
-    sums = [sum(lengths[unit] for unit in part) for part in split_equally(lengths, 2)]
-    assert max(sums) / (whole / 2) <= max((whole + best) / whole, 1.0) * 7 / 6  # the method's proven bound
+    parts = split_equally(lengths, 2)
+    sums = [sum(lengths[unit] for unit in part) for part in parts]
+    gap = abs(sums[0] - sums[1])
+    assert best <= gap <= max(best + 6, whole / 6)
+    for one, other in itertools.product(*parts):  # no exchange of two would help
+        assert abs(sums[0] - sums[1] - 2 * (lengths[one] - lengths[other])) >= gap
+
+
+def test_one_long_unit_is_balanced_by_the_others() -> None:
+    lengths = [1, 1, 1, 1, 4, 4, 4, 10]
+    assert [sum(lengths[unit] for unit in part) for part in split_equally(lengths, 2)] == [13, 13]
 
 
 def test_an_equal_split_of_a_real_batch_is_balanced_within_a_hundredth() -> None:

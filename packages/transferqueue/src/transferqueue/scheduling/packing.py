@@ -7,13 +7,16 @@ from bisect import bisect_left, insort
 from collections.abc import Sequence
 from heapq import heapify, heappop, heappush, heapreplace
 
+_EXCHANGES = 4
+
 
 def split_equally(lengths: Sequence[int], ranks: int) -> list[list[int]]:
     """Splits units over ranks, the same number for each (or one more for some, where they do not divide),
-    with sums as equal as can be: the balanced largest differencing method.
+    with sums as equal as can be: the balanced largest differencing method, then exchanges.
 
     Units are dealt in rows of `ranks`, longest first; the two rows whose sums differ most are merged, largest
-    sum to smallest, until one is left. O(units x log ranks + rows x log rows).
+    sum to smallest, until one is left. As every row gives each rank one unit, a single long one may keep a
+    rank too full: then the fullest and the emptiest rank exchange two units, as long as that helps.
     """
     order = sorted(range(len(lengths)), key=lambda unit: -lengths[unit])
     rows: list[tuple[int, int, list[tuple[int, list[int]]]]] = []
@@ -33,7 +36,34 @@ def split_equally(lengths: Sequence[int], ranks: int) -> list[list[int]]:
         ]
         merged.sort(key=lambda part: -part[0])
         heapreplace(rows, (merged[-1][0] - merged[0][0], at, merged))
-    return [sorted(units) for _, units in rows[0][2]]
+    return _exchanged([units for _, units in rows[0][2]], lengths)
+
+
+def _exchanged(parts: list[list[int]], lengths: Sequence[int]) -> list[list[int]]:
+    """Exchanges two units of the fullest and the emptiest part until that helps no more, at most a few times
+    a part.
+    """
+    sums = [sum(lengths[unit] for unit in units) for units in parts]
+    for _ in range(_EXCHANGES * len(parts)):
+        fullest, emptiest = (sums.index(f(sums)) for f in (max, min))
+        wanted = (sums[fullest] - sums[emptiest]) / 2  # longer by so much, the two would be equal
+        others = sorted((lengths[unit], unit) for unit in parts[emptiest])
+        found: tuple[float, int, int] | None = None
+        for unit in parts[fullest]:
+            at = bisect_left(others, (lengths[unit] - wanted, -1))
+            for length, other in others[max(0, at - 1) : at + 1]:
+                gain = lengths[unit] - length
+                if 0 < gain < 2 * wanted and (found is None or abs(gain - wanted) < found[0]):
+                    found = (abs(gain - wanted), unit, other)
+        if found is None:
+            break
+        _, unit, other = found
+        gain = lengths[unit] - lengths[other]
+        parts[fullest][parts[fullest].index(unit)] = other
+        parts[emptiest][parts[emptiest].index(other)] = unit
+        sums[fullest] -= gain
+        sums[emptiest] += gain
+    return [sorted(units) for units in parts]
 
 
 def bins_needed(lengths: Sequence[int], budget: int) -> int:
