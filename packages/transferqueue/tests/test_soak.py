@@ -73,7 +73,7 @@ class Workers:
     def __init__(self, folder: Path, address: str) -> None:
         self.folder = folder
         self.address = address
-        self.running: dict[str, tuple[str, "subprocess.Popen[bytes]"]] = {}
+        self.running: dict[str, tuple[str, subprocess.Popen[bytes]]] = {}
         self.count = 0
 
     def start(self, kind: str, transport: str) -> None:
@@ -204,6 +204,7 @@ def account(workers: Workers, ledger: tq.Ledger) -> None:
     assert all(len(got.keys() & set(keys)) in (0, len(keys)) for keys in unacknowledged)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_random_kills_lose_nothing_and_repeat_nothing(tmp_path: Path) -> None:
     soak(tmp_path, kills=6, seed=1)

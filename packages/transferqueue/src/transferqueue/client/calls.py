@@ -7,7 +7,7 @@ from typing import TypedDict
 
 import numpy as np
 
-from ..errors import InvalidArgument, QueueError, StorageLost, TooLarge, UnknownSample
+from ..errors import InvalidArgument, QueueError, StorageLost, Timeout, TooLarge, UnknownSample
 from ..ids import IdSet, shortened
 from ..samplers import InOrder, Sampler
 from ..scheduling.samples import Candidate
@@ -236,10 +236,11 @@ class PartitionCalls:
                 else:
                     outcomes = yield Together([*sent, last])
                     # Once the controller has confirmed, the samples are there, whatever else was answered.
-                    failed = next((one for one in outcomes if isinstance(one, QueueError)), None)
                     answer = outcomes[-1]
                     if isinstance(answer, QueueError):
-                        raise failed or answer
+                        # The first that failed says why; the rest was given up.
+                        failures = [one for one in outcomes if isinstance(one, QueueError)]
+                        raise next((one for one in failures if not isinstance(one, Timeout)), answer)
                 return answer
             except InvalidArgument as error:
                 if not small or error.details.get("grant") != where.grant:

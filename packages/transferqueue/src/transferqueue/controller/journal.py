@@ -275,7 +275,7 @@ def _records(path: Path, kind: int, first: int | None) -> Iterator[tuple[int, by
             at += _HEADER.size + len(content)
             yield at, content
             number = None if number is None else number + 1
-        behind = mapped.find(_MAGIC, at + 1)
+        behind = mapped.find(_MAGIC, at)
         while behind >= 0:
             if _record_at(mapped, behind, kind, None) is not None:
                 raise Corrupt(

@@ -1,7 +1,7 @@
 """Puts and updates: memory to write to, room within the limits, and the moment when samples may be seen."""
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,11 +43,22 @@ class Reservation:
 
 
 class Puts:
-    """What waits for memory, for room, or for bytes that are on their way to a unit."""
+    """What waits for memory, for room, or for bytes that are on their way to a unit.
+
+    Args:
+        again: handles a request once more.
+    """
 
     def __init__(
-        self, generation: int, shelves: Shelves, memory: Memory, units: Units, timers: Timers
+        self,
+        generation: int,
+        shelves: Shelves,
+        memory: Memory,
+        units: Units,
+        timers: Timers,
+        again: Callable[[Call], None],
     ) -> None:
+        self._again = again
         self.generation = generation
         self._shelves = shelves
         self._memory = memory
@@ -115,8 +126,10 @@ class Puts:
         if call.answered:
             self.end_grant(grant)
         elif lost:
-            call.fail(StorageLost(lost, unit=grant.unit, address=""))
+            call.undo = None
             self.end_grant(grant)
+            # Another unit may take it, or this one when it is back.
+            self._timers.at(self._timers.now(), lambda: self._again(call))
         else:
             call.reply(granted)
 

@@ -124,7 +124,9 @@ class ControllerService:
         )
         past = self._recover(journal, backing)
         self._generation = new_generation() if past is None else past.generation
-        self._puts = Puts(self._generation, self._shelves, self._memory, self._units, self._timers)
+        self._puts = Puts(
+            self._generation, self._shelves, self._memory, self._units, self._timers, self._again
+        )
         self._fetches = Fetches(self._shelves, self._memory, self._timers)
         self._admissions = Admissions(self._shelves, self._timers)
         self._compaction = Compaction(self._memory, self._units, self._timers)
@@ -328,11 +330,14 @@ class ControllerService:
     def _unit_came(self) -> None:
         waiting, self._unitless = self._unitless, []
         for call in waiting:
-            if not call.answered:
-                try:
-                    self.handle(call)
-                except QueueError as error:
-                    call.fail(error)
+            self._again(call)
+
+    def _again(self, call: Call) -> None:
+        if not call.answered:
+            try:
+                self.handle(call)
+            except QueueError as error:
+                call.fail(error)
 
     def _partition(self, number: int) -> Partition:
         return self._shelves[number].partition
