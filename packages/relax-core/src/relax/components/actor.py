@@ -180,8 +180,6 @@ class Actor:
         begun = time.perf_counter()
         await self._in_thread(self._publish)
         clocks.publish = time.perf_counter() - begun
-        assert self._bus is not None
-        await self._bus.advance(self._clock.actor)
         self._record.write(
             step=step,
             ordinals=[group.ordinal for group in groups],
@@ -193,6 +191,8 @@ class Actor:
         )
         self._journal.write(step=step, segment=self._context.segment, done=True)
         self._trained.add(group.ordinal for group in groups)
+        assert self._bus is not None
+        await self._bus.advance(self._clock.actor)
         metrics = step_metrics(step, groups, totals, stats, clocks)
         metrics["perf/micro_batches"] = float(len(sizes))
         await self._settled()

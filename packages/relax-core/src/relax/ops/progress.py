@@ -146,7 +146,7 @@ class RichDisplay:
             ("loss", f"{shown['loss']:+.4f}"),
             ("staleness", f"{shown['staleness/mean']:.2f} (max {shown['staleness/max']:.0f})"),
             ("throughput", f"{shown['perf/tokens_per_second']:,.0f} tok/s"),
-            ("queue", f"{shown['queue/depth']:.0f} samples, {size(shown['queue/payload'])}"),
+            ("queue depth", f"{shown['queue/depth']:.0f} samples{waited(shown['queue/waited'])}"),
             ("generated", f"{self._rollout.get('generated_tokens', 0):,.0f} tok"),
             ("response", f"{shown['response/tokens_mean']:.1f} tok"),
             ("step", f"{shown['time/step']:.2f} s"),
@@ -156,6 +156,11 @@ class RichDisplay:
         for row in (cells[:4], cells[4:]):
             table.add_row(*(f"[dim]{name}[/dim] [bold]{value}[/bold]" for name, value in row))
         return table
+
+
+def waited(seconds: float) -> str:
+    """What is said of the time that groups waited for room: nothing where they did not."""
+    return f" (full: waited {seconds:.1f} s)" if seconds else ""
 
 
 def size(nbytes: float) -> str:
