@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -469,6 +470,46 @@ def test_nothing_is_acknowledged_that_could_not_be_written(
         ledger = part.ledger("t", timeout=60)
         assert sorted(ledger.pending) == put
         assert part.fetch("t", 10, timeout=60).ids.tolist() == put
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 96 MiB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=96m", "tmpfs", str(disk)]
+    mounted = subprocess.run(command, check=False, capture_output=True, text=True)
+    if mounted.returncode:
+        pytest.skip(f"no small file system can be mounted here: {mounted.stderr.strip()}")
+    yield disk
+    subprocess.run(["umount", "--lazy", str(disk)], check=True)
+
+
+@pytest.mark.parametrize("use", ["journal", "spill"])
+def test_payload_that_the_disk_has_no_room_for_is_refused(use: str, small_disk: Path) -> None:
+    options: dict[str, Any] = {"journal": small_disk} if use == "journal" else {"spill": small_disk}
+    if use == "spill":
+        options["memory"] = "16MiB"
+    with tq.serve(1, **options) as server, tq.connect(server) as queue:
+        part = queue.partition("p", tasks=TASKS)
+        put = 0
+
+        def fill() -> None:
+            nonlocal put
+            for _ in range(30):
+                part.put({"x": [np.full(1_000_000, put, np.int64)]})
+                put += 1
+
+        with pytest.raises(tq.Full, match=str(small_disk)):
+            fill()
+        assert 2 <= put < 20
+        for number in range(put):
+            batch = part.fetch("t", 1)
+            assert (np.asarray(batch["x"][0]) == number).all()
+            batch.ack()
+        del batch
+        part.put({"x": [np.full(1_000_000, 7, np.int64)]})  # there is room again
+        assert (np.asarray(part.fetch("t", 1)["x"][0]) == 7).all()
 
 
 def test_spilled_samples_come_back_equal(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import transferqueue as tq
+from transferqueue.cli import main
 
 
 @pytest.fixture
@@ -174,3 +175,16 @@ async def test_the_async_client_takes_and_restores_too(folder: Path) -> None:
             await queue.restore(folder)
             part = await queue.partition("p")
             assert (await part.fetch("t", 5))["x"].values.tolist() == [0, 1, 2, 3, 4]
+
+
+def test_the_command_takes_and_restores(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with tq.serve(1) as server, tq.connect(server) as queue:
+        queue.partition("p", tasks={"t": ["x"]}).put({"x": np.arange(5)})
+        assert main(["snapshot", server.address, str(folder)]) == 0
+        assert main(["restore", server.address, str(folder)]) == 1
+    with tq.serve(1) as server, tq.connect(server) as queue:
+        assert main(["restore", server.address, str(folder)]) == 0
+        assert len(queue.partition("p").fetch("t", 5)) == 5
+    said = capsys.readouterr()
+    assert str(folder) in said.out
+    assert "no partition yet" in said.err

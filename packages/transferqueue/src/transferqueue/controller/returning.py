@@ -14,6 +14,7 @@ from .shelves import Shelves
 from .timers import Timers
 
 _GRACE = 5.0  # seconds in which a client of another host, of which nothing else tells, should be back
+_FORGOTTEN_AFTER = 600.0  # seconds in which it may come back and ask again what it has asked
 _UNCOMMITTED_SECONDS = 600.0  # after which memory for one put that a client was granted is taken back
 
 
@@ -49,8 +50,10 @@ class Returning:
                 session = self._node.restore(number, client.low, answers)
                 if client.pid:
                     self._watch(session, client)
-                    continue
-            self._timers.at(self._timers.now() + _GRACE, lambda n=number: self._release(n))
+                else:
+                    self._await(session)
+            else:
+                del past.clients[number]
         for number in set(self._memory.holders()) - past.clients.keys():
             self._timers.at(self._timers.now() + _GRACE, lambda n=number: self._release(n))
         for grant in list(self._memory.grants.values()):
@@ -77,6 +80,15 @@ class Returning:
     def _died(self, session: Session) -> None:
         self.came(session)
         if session.connection is None:
+            self._node.lost(session)
+
+    def _await(self, session: Session) -> None:
+        now = self._timers.now()
+        self._timers.at(now + _GRACE, lambda: self._release(session.number))
+        self._timers.at(now + _FORGOTTEN_AFTER, lambda: self._forget(session))
+
+    def _forget(self, session: Session) -> None:
+        if session.connection is None and self._node.session(session.number) is session:
             self._node.lost(session)
 
     def _release(self, number: int) -> None:

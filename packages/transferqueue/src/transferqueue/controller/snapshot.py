@@ -25,7 +25,7 @@ from .units import Units
 
 FORMAT = 1
 _MANIFEST = "manifest"
-_AT_ONCE = 32 << 20  # bytes that a unit copies between two looks at what else it has to do
+_AT_ONCE = 8 << 20  # bytes that a unit copies between two looks at what else it has to do
 
 
 class SavedBlock(msgspec.Struct, frozen=True, array_like=True):
