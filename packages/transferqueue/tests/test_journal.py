@@ -121,6 +121,59 @@ def test_a_wait_goes_on_over_a_restart(
         assert got[1] == [ids[1] + 1, ids[1] + 2]
 
 
+def test_rounds_and_admissions_go_on(server: tq.Server, kill: Callable[[], None]) -> None:
+    with tq.connect(server, reconnect_seconds=60) as queue, tq.connect(server, reconnect_seconds=60) as other:
+        part = queue.partition("p", tasks=TASKS, max_samples=40, max_staleness=1, length_field="x")
+        ticket = part.admit(0, 8)
+        ids = part.put({"x": [np.arange(n) for n in (9, 1, 8, 2, 7, 3, 6, 4)]})
+        sampler = tq.samplers.Balanced(token_budget=12)
+        ranks = [part, other.partition("p")]
+        got: list[list[list[int]]] = [[], []]
+        rounds = 0
+        while True:
+            ends = []
+            for rank, mine in enumerate(ranks):
+                batch = mine.fetch("t", 8, sampler=sampler, rank=rank, world_size=2, timeout=60)
+                if rounds < 2 and rank == 0:
+                    kill()  # one rank has its part of the round, the other has not
+                assert batch.round == rounds
+                got[rank].append([] if batch.dummy else batch.ids.tolist())
+                batch.ack()
+                ends.append(batch.is_last)
+            rounds += 1
+            assert ends[0] == ends[1]
+            if ends[0]:
+                break
+        assert rounds > 1
+        assert sorted(sum(got[0] + got[1], [])) == ids.tolist()
+        kill()
+        part.advance(5)
+        with pytest.raises(tq.InvalidArgument):
+            part.admit(3, 1)
+        with pytest.raises(tq.Full):
+            part.admit(5, 33, timeout=0)  # room for 8 is promised
+        assert len(part.put({"x": [np.arange(1)] * 8}, ticket=ticket)) == 8
+
+
+def test_what_compaction_moved_is_found_after_a_restart(
+    server: tq.Server, kill: Callable[[], None], eventually: Eventually
+) -> None:
+    with tq.connect(server, reconnect_seconds=60) as queue:
+        part = queue.partition("p", tasks=TASKS)
+        ids = part.put({"x": [np.full(50_000, number) for number in range(20)]})
+        part.fetch("t", 17).ack()
+        before = queue.stats().memory.used
+        eventually(lambda: queue.stats().memory.used < before // 2)
+        kill()
+        rows = part.get(ids[17:], timeout=60)["x"]
+        assert [(len(row), int(np.asarray(row)[-1])) for row in rows] == [(50_000, n) for n in (17, 18, 19)]
+        assert queue.stats().memory.used < before // 2
+        part.fetch("t", 3).ack()
+        del rows
+        queue.stats()
+        eventually(lambda: queue.stats().memory.used == 0)
+
+
 CONSUMER = """
 import sys, transferqueue as tq
 part = tq.connect(sys.argv[1], transport=sys.argv[2]).partition("p")

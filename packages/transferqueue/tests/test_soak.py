@@ -134,6 +134,7 @@ def soak(folder: Path, kills: int, seed: int) -> Counter[str]:
                     workers.start(kind, transport)
             workers.until_acked(3)
             while sum(done.values()) < kills:
+                assert server.failure is None
                 time.sleep(choose.uniform(0.05, 0.9))  # the moments of the kills are what is drawn
                 kind = choose.choices(["controller", "unit", "producer", "consumer"], [5, 2, 2, 2])[0]
                 if kind in ("producer", "consumer"):
@@ -204,16 +205,27 @@ def account(workers: Workers, ledger: tq.Ledger) -> None:
     assert all(len(got.keys() & set(keys)) in (0, len(keys)) for keys in unacknowledged)
 
 
+def check_deaths(caplog: pytest.LogCaptureFixture) -> None:
+    """No process of the store has ended but by a kill."""
+    ends = [message for message in caplog.messages if "ended with status" in message]
+    assert ends
+    assert all("ended with status -9" in message for message in ends), ends
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-def test_random_kills_lose_nothing_and_repeat_nothing(tmp_path: Path) -> None:
+def test_random_kills_lose_nothing_and_repeat_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     soak(tmp_path, kills=6, seed=1)
+    check_deaths(caplog)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_a_soak_of_200_random_kills(tmp_path: Path) -> None:
+def test_a_soak_of_200_random_kills(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     began = time.monotonic()
     done = soak(tmp_path, kills=200, seed=2)
     print(f"{dict(done)} in {time.monotonic() - began:.0f} s")
     assert sum(done.values()) == 200
+    check_deaths(caplog)

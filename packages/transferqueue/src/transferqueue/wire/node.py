@@ -504,6 +504,12 @@ class Node:
 
     def answer(self, call: Call, body: ReplyBody, payload: Any) -> None:
         """Keeps the answer until the turn has settled, then sends it."""
+        if self._sessions.get(call.session.number) is not call.session:
+            # It was found to be gone while this was done: sending to it failed.
+            call.answered = True
+            if call.undo is not None and not call.stays:
+                call.undo()
+            return
         if call.answered:
             raise AssertionError(f"request {call.id} ({type(call.body).__name__}) is answered twice")
         if payload is not None and len(payload) > self._max_frame_bytes:
