@@ -321,6 +321,8 @@ class Fuzzer:
     def broken(self, unit: bool) -> bytes:
         """A message with bits turned, cut short, or with a part of another inside."""
         message = bytearray(self.request(unit))
+        while b"Snapshot" in message:  # it could be written anywhere
+            message = bytearray(self.request(unit))
         match self.rng.randrange(4):
             case 0:
                 for _ in range(self.rng.randrange(1, 4)):
@@ -339,6 +341,10 @@ class Fuzzer:
         rng = self.rng
         if name == "partition":
             return rng.choice([self.partition] * 6 + [-1, 1 << 20, 1 << 63])
+        if name == "folder":
+            return rng.choice(
+                ["", "\0", "a" * 300, "/dev/null", "/dev/null/x", "/proc/self", "/proc/self/mem"]
+            )
         if name == "span":
             return rng.choice([-1, 0, 64, 4096, 1 << 20, (1 << 20) + 1, 1 << 24])
         origin = get_origin(kind)

@@ -1,7 +1,7 @@
 """Puts and updates: memory to write to, room within the limits, and the moment when samples may be seen."""
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,6 +88,7 @@ class Puts:
         partition.check_schema(body.specs)
         partition.check_groups(body.groups or (), body.group_sizes)
         _check_counts(body.rows, body.nbytes)
+        check_sizes(body.group_sizes.values())
         _positive(body.span)
         self._shelves.check_size(shelf, body.rows, body.nbytes)
         if self._must_wait(shelf, body.rows, body.nbytes, body.ticket):
@@ -170,14 +171,15 @@ class Puts:
         shelf = self._shelves[body.partition]
         if isinstance(body, Commit):
             _check_counts(body.rows, body.nbytes, least=1)
+            check_sizes(body.group_sizes.values())
             for values in (body.versions, body.priorities, body.lengths):
-                _check_values(values, body.rows)
+                check_int64(values, body.rows)
             if body.groups is not None:
                 _each(body.groups, body.rows)
         else:
             _check_counts(len(body.ids), body.nbytes, least=1)
             if body.lengths is not None:
-                _check_values(body.lengths, len(body.ids))
+                check_int64(body.lengths, len(body.ids))
         grant = self._memory.name(body.range, call.session.number)
         where = (body.range.start, body.range.stop)
         if grant.unit is not None and where not in grant.written:
@@ -420,6 +422,13 @@ def _shelf_number(call: Call) -> int:
     return body.partition
 
 
+def check_sizes(sizes: Iterable[int]) -> None:
+    """Of groups."""
+    for size in sizes:
+        if not 0 <= size < 1 << 31:
+            raise InvalidArgument(f"a group of {size} members")
+
+
 def _check_counts(rows: int, nbytes: int, least: int = 0) -> None:
     if rows > _MAX_ROWS:
         raise TooLarge(
@@ -431,7 +440,7 @@ def _check_counts(rows: int, nbytes: int, least: int = 0) -> None:
         raise InvalidArgument(f"a put of {rows} rows and {nbytes} bytes")
 
 
-def _check_values(values: Sequence[int] | int, rows: int) -> None:
+def check_int64(values: Sequence[int] | int, rows: int = 1) -> None:
     """Readers get them as int64, one for each sample."""
     if isinstance(values, int):
         values = (values,)

@@ -58,7 +58,7 @@ from .events import UnitKnown
 from .fetches import Fetches, lease_seconds
 from .journal import Journal
 from .memory import Memory
-from .puts import Puts
+from .puts import Puts, check_int64, check_sizes
 from .reclaim import Reclaim
 from .recording import RETRY_SECONDS, Recording
 from .recovery import Past, dump, recover
@@ -257,6 +257,7 @@ class ControllerService:
                 self._partition(number).check_schema(specs)
                 call.reply(Done())
             case CloseGroup(number, key, members, tombstones):
+                check_sizes([members, tombstones, members - tombstones])
                 self._partition(number).close_group(key, members, tombstones)
                 call.reply(Done())
             case Drop(number, ids, reason):
@@ -277,6 +278,7 @@ class ControllerService:
             case FetchChosen():
                 self._fetches.fetch_chosen(call, call.body, now)
             case Advance(number, version):
+                check_int64(version)
                 self._partition(number).advance(version)
                 call.reply(Done())
             case Admit():

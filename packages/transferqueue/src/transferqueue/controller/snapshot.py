@@ -281,10 +281,12 @@ def _no_arena(number: int, nbytes: int) -> int:
 
 def _prepare(folder: Path) -> list[str]:
     """Makes the folder; returns the payload files of the snapshot that is there, if one is."""
+    if not folder.is_absolute():
+        raise InvalidArgument(f"no snapshot can be written to {folder}: the path is not absolute")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         names = sorted(path.name for path in folder.iterdir())
-    except OSError as error:
+    except (OSError, ValueError) as error:  # ValueError: a name with a null byte
         raise InvalidArgument(f"no snapshot can be written to {folder}: {error}") from error
     foreign = [name for name in names if name != _MANIFEST and not name.startswith("payload-")]
     if foreign or (names and _MANIFEST not in names):
@@ -296,10 +298,16 @@ def _prepare(folder: Path) -> list[str]:
 
 def _read(folder: Path) -> tuple[Manifest, events.StoreState]:
     path = folder / _MANIFEST
-    if not path.is_file():
-        raise InvalidArgument(f"{folder} is no snapshot: it has no {_MANIFEST}")
     try:
-        manifest = _decode(read_whole(path))
+        if not path.is_file():
+            raise InvalidArgument(f"{folder} is no snapshot: it has no {_MANIFEST}")
+        content = read_whole(path)
+    except (OSError, ValueError) as error:  # ValueError: a name with a null byte
+        if isinstance(error, InvalidArgument):
+            raise
+        raise InvalidArgument(f"{folder} cannot be read: {error}") from error
+    try:
+        manifest = _decode(content)
         state = events.decode_state(manifest.state)
     except msgspec.DecodeError as error:
         raise Corrupt(f"{path} is of another version of transferqueue ({error})") from error

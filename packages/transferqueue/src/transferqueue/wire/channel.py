@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from ..errors import InvalidArgument
+from ..errors import InvalidArgument, Timeout
 from .messages import Handle, Leased, Located, ReplyBody, RequestBody, encoder
 
 LONGEST = 1e8  # seconds; what is longer is meant as no limit
@@ -21,6 +21,10 @@ class Answer:
     body: ReplyBody
     payload: Any = b""
     summed: bool = False
+
+
+class GivenUp(Timeout):
+    """Ends a request because another, together with which it was of use, has failed."""
 
 
 class Pending(Protocol):

@@ -25,7 +25,7 @@ from zmq.utils.monitor import recv_monitor_message
 from ..errors import Corrupt, Malformed, QueueError, Timeout, Unauthorized, named
 from ..transport.pins import Pins
 from ..transport.receive_buffers import ReceiveBuffers, keep_freed_memory
-from .channel import SLACK, Answer, deadline_of, encoded, handles_of
+from .channel import SLACK, Answer, GivenUp, deadline_of, encoded, handles_of
 from .messages import (
     CHUNK,
     COPY_BELOW,
@@ -376,7 +376,7 @@ class Link:
             if not pending.withdrawn:
                 pending.withdrawn = True
                 self._start(_pending(peer, Cancel(pending.id), None, 30))
-            _end(pending, Timeout("given up"))
+            _end(pending, GivenUp("given up"))
         elif pending.future.exception(0) is None:
             leased = pending.future.result(0).body
             self._pins.let_go(*(handle.block for handle in handles_of(leased)))

@@ -227,7 +227,8 @@ class Call:
 
     def fail(self, error: QueueError) -> None:
         self.undo, self.pins, self.arenas = None, (), ()
-        self.reply(Failure(type(error).__name__, str(error), error.details))
+        details = {name: _sendable(value) for name, value in error.details.items()}
+        self.reply(Failure(type(error).__name__, str(error), details))
 
     def refuse(self) -> None:
         self.fail(Malformed(f"{type(self.body).__name__} is no request for this server"))
@@ -570,3 +571,8 @@ class Node:
             outbox, self._outbox = self._outbox, []
             for send in outbox:
                 send()
+
+
+def _sendable(value: Any) -> Any:
+    """What an error tells of a request that was nonsense may be beyond 64 bits."""
+    return str(value) if isinstance(value, int) and not -(1 << 63) <= value < 1 << 64 else value

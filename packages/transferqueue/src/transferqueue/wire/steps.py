@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import QueueError
-from .channel import Answer, AwaitedChannel, BlockingChannel, Channel
+from .channel import Answer, AwaitedChannel, BlockingChannel, Channel, GivenUp
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +84,7 @@ def run[T](channel: BlockingChannel, operation: Steps[T] | Begun[T]) -> T:
                     answers.append(channel.result(one))
                 except QueueError as error:
                     answers.append(_outcome(exchanges, error))
+            _name_the_cause(answers)
         except QueueError as error:
             failure = error
         except BaseException:
@@ -116,6 +117,7 @@ async def run_async[T](channel: AwaitedChannel, operation: Steps[T] | Begun[T]) 
                     answers.append(await channel.answer(one))
                 except QueueError as error:
                     answers.append(_outcome(exchanges, error))
+            _name_the_cause(answers)
         except QueueError as error:
             failure = error
         except BaseException:
@@ -149,6 +151,14 @@ def _outcome(exchanges: Sequence[Exchange], error: QueueError) -> QueueError:
     if isinstance(exchanges, Together):
         return error
     raise error
+
+
+def _name_the_cause(answers: list[Any]) -> None:
+    """Requests that were given up failed for the reason that the one did for which they were."""
+    errors = [answer for answer in answers if isinstance(answer, QueueError)]
+    cause = next((error for error in errors if not isinstance(error, GivenUp)), None)
+    if cause is not None and len(errors) > 1:
+        answers[:] = [cause if isinstance(answer, GivenUp) else answer for answer in answers]
 
 
 def _give_up(channel: Channel, pending: list[Any]) -> None:
