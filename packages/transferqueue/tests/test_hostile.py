@@ -6,6 +6,7 @@ import time
 import types
 import typing
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 import hypothesis.strategies as st
@@ -37,6 +38,8 @@ from transferqueue.wire.messages import (
     Reply,
     Report,
     Request,
+    Restore,
+    Snapshot,
     TakeSlab,
     UnitAddress,
     Welcome,
@@ -44,6 +47,7 @@ from transferqueue.wire.messages import (
     Written,
     encoder,
 )
+from transferqueue.wire.steps import Exchange, run
 
 Speak = Callable[[str], Any]
 Kind = Callable[[Reply], str]
@@ -525,3 +529,25 @@ def test_what_an_id_of_elsewhere_names_is_not_found(
         assert kind_of(peer.ask(at, Locate(part._calls.number, [wrong], None))) == "UnknownSample"
     assert part.ledger("t").pending == mine.tolist()
     assert other.ledger("t").pending == theirs.tolist()
+
+
+def test_no_client_of_another_host_names_a_folder_of_this_one(
+    store: tq.Server, speak: Speak, kind_of: Kind, tmp_path: Path
+) -> None:
+    peer = speak(store.address)
+    peer.hello()
+    assert kind_of(peer.ask(1, Snapshot(str(tmp_path / "there")))) == "Unauthorized"
+    assert kind_of(peer.ask(2, Restore(str(tmp_path)))) == "Unauthorized"
+    assert not list(tmp_path.iterdir())
+    with tq.connect(store) as queue:
+        calls = queue._servers
+        for folder in ("relative", "\0", "a" * 300):
+            with pytest.raises(tq.InvalidArgument):
+                run_steps(queue, [Exchange(calls.controller, Snapshot(folder), time.monotonic() + 20)])
+
+
+def run_steps(queue: tq.Client, exchanges: list[Exchange]) -> None:
+    def steps() -> Any:
+        yield exchanges
+
+    run(queue._channel, steps())

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..errors import Full, QueueError, StaleLease, StorageLost
+from ..errors import Full, QueueError, StaleLease, StorageLost, Unauthorized
 from ..ids import new_generation
 from ..introspection.statistics import MemoryStats, StoreStats, UnitStats, partition_stats
 from ..scheduling.partition import Partition
@@ -291,6 +291,9 @@ class ControllerService:
                 if self._units.all_there:
                     self._all_there()
                 self._unit_came()
+            case Snapshot() | Restore() if not call.local:
+                # It names a folder of this host: who is on it can write there anyway.
+                raise Unauthorized("snapshots are taken and restored by clients on the host of the store")
             case Snapshot(folder):
                 self._snapshots.take(call, Path(folder))
             case Restore(folder):

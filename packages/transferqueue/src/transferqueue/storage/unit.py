@@ -271,6 +271,8 @@ def _check_runs(places: Places, rows: Sequence[int]) -> None:
             and 0 <= row <= rows[block] - count
         ):
             raise InvalidArgument(f"{count} rows from {row} on of block {block} are not there")
+    if sum(count for _, count, _, _ in places.runs) < places.rows:
+        raise InvalidArgument(f"the runs have fewer rows than the {places.rows} that are asked for")
 
 
 def _summed(header: FrameHeader, frame: np.ndarray) -> FrameHeader:
