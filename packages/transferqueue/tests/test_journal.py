@@ -44,7 +44,7 @@ def kill(server: tq.Server) -> Callable[[], None]:
 # -- what a restart keeps ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("transport", ["shm", "zmq"])
+@pytest.mark.parametrize("transport", ["shm", pytest.param("zmq", marks=pytest.mark.slow)])
 def test_clients_go_on_where_the_controller_died(
     transport: str, server: tq.Server, kill: Callable[[], None]
 ) -> None:
@@ -145,7 +145,7 @@ def test_rounds_and_admissions_go_on(server: tq.Server, kill: Callable[[], None]
             if ends[0]:
                 break
         assert rounds > 1
-        assert sorted(sum(got[0] + got[1], [])) == ids.tolist()
+        assert sorted(sample for part in got[0] + got[1] for sample in part) == ids.tolist()
         kill()
         part.advance(5)
         with pytest.raises(tq.InvalidArgument):
@@ -155,6 +155,7 @@ def test_rounds_and_admissions_go_on(server: tq.Server, kill: Callable[[], None]
         assert len(part.put({"x": [np.arange(1)] * 8}, ticket=ticket)) == 8
 
 
+@pytest.mark.slow
 def test_what_compaction_moved_is_found_after_a_restart(
     server: tq.Server, kill: Callable[[], None], eventually: Eventually
 ) -> None:

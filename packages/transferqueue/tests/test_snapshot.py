@@ -52,7 +52,7 @@ def same(left: Any, right: Any) -> bool:
     return left == right
 
 
-@pytest.mark.parametrize("units", [1, 3])
+@pytest.mark.parametrize("units", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_a_snapshot_comes_back_on_another_number_of_units(
     units: int, folder: Path, filled: tuple[dict[str, Any], list[int]]
 ) -> None:

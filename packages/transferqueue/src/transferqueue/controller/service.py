@@ -141,7 +141,7 @@ class ControllerService:
         self._timers.at(self._began + _PROBE_SECONDS, self._probe)
         self._timers.at(self._began + _SWEEP_SECONDS, self._sweep)
         if journal is not None:
-            self._record(journal, past)
+            self._record(journal, past, ready)
 
     def _recover(self, journal: Journal | None, backing: Backing) -> Past | None:
         """Brings shelves and memory to where the journal ends."""
@@ -151,7 +151,9 @@ class ControllerService:
         assert isinstance(backing, InFiles)
         return recover(found, self._shelves, self._memory, backing, journal.folder)
 
-    def _record(self, journal: Journal, past: Past | None) -> None:
+    def _record(
+        self, journal: Journal, past: Past | None, ready: Callable[[QueueError | None], None]
+    ) -> None:
         """Goes on where the journal ends, or begins it."""
         self._recording = Recording(journal, self._node, self._shelves, self._memory)
         if past is not None:
@@ -161,6 +163,10 @@ class ControllerService:
             self._node.units = self._units.addresses
             self._leftovers = self._memory.grants_of(None)
             self._returning.expect(past, self.forget)
+            if past.incarnation == self._node.incarnation and self._snapshot is None:
+                # Its clients wait, and a unit may be gone for good.
+                ready(None)
+                self._ready = None
         else:
             self._recording.start()
         if (past is None or past.incarnation != self._node.incarnation) and not self._rewrite(journal):

@@ -241,7 +241,11 @@ class Supervisor:
         else:
             log.warning("%s ended with status %s; it is started again", child.name, status)
             child.said = b""
-            child.start(now + _START_SECONDS)
+            try:
+                child.start(now + _START_SECONDS)
+            except OSError as error:
+                self._give_up(child, f"{child.name} died and cannot be started again: {error}")
+                return
             self._watch(child)
 
     def _too_late(self, child: _Child) -> None:
