@@ -444,6 +444,34 @@ def test_rewriting_may_be_cut_short_anywhere(folder: Path) -> None:
     assert not (folder / "state-0").exists()
 
 
+def test_a_write_that_found_no_room_is_tried_again_whole(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written(folder, TURNS)
+    journal = Journal(folder)
+    journal.recover()
+    real, calls = os.pwrite, 0
+
+    def half(descriptor: int, data: memoryview, at: int) -> int:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            raise OSError(28, "No space left on device")
+        return real(descriptor, data[:10] if calls == 1 else data, at)
+
+    monkeypatch.setattr(os, "pwrite", half)
+    with pytest.raises(OSError, match="No space"):
+        journal.write(b"five")
+    assert journal.full is not None
+    journal.look_for_room()
+    journal.write(b"five")
+    assert journal.full is None
+    journal.close()
+    found = recovered(folder)
+    assert found is not None
+    assert found.turns == [*TURNS, b"five"]
+
+
 def test_a_folder_is_one_journals(folder: Path) -> None:
     journal = Journal(folder)
     with pytest.raises(FolderInUse, match=str(folder)):

@@ -8,6 +8,7 @@ from typing import Protocol
 
 from ..errors import Corrupt
 from ..transport.arenas import SharedMemory
+from .journal import sync_folder
 
 ARENA_BYTES = 1 << 28
 _FILE_BYTES = 1 << 26  # of an arena in a file, whose blocks are all allocated
@@ -105,6 +106,8 @@ class InFiles:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         try:
             _allocate(descriptor, 0, nbytes, self._folder)
+            os.fsync(descriptor)  # the journal will name it, so the disk has to have it first
+            sync_folder(self._folder)
         except OSError:
             os.close(descriptor)
             path.unlink()

@@ -177,7 +177,12 @@ class Journal:
         if self._at + len(record) > self._room:
             assert self.full is not None
             raise self.full
-        _write_all(self._file, record, self._at)
+        try:
+            _write_all(self._file, record, self._at)
+        except OSError as error:  # where taking room in advance promises nothing: a quota, copy on write
+            if error.errno in _NO_ROOM:
+                self.full = error
+            raise
         if self.fsync:
             os.fdatasync(self._file)
         self._at += len(record)
@@ -235,7 +240,7 @@ class Journal:
             self._state_bytes *= 2  # try again, but not with every turn
             return False
         half.rename(self._path("state", number))
-        _sync_folder(self.folder)
+        sync_folder(self.folder)
         self._record, self._state_bytes = 0, len(state)
         self._begin(number, 0)
         self._clean(number)
@@ -331,7 +336,7 @@ def write_whole(path: Path, content: bytes) -> None:
         with suppress(FileNotFoundError):
             half.unlink()
         raise
-    _sync_folder(path.parent)
+    sync_folder(path.parent)
 
 
 def read_whole(path: Path) -> bytes:
@@ -342,7 +347,8 @@ def read_whole(path: Path) -> bytes:
     return found[0][1]
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
+    """Has the disk know which files are in a folder."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
