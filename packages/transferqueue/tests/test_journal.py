@@ -589,7 +589,7 @@ def test_payload_that_the_disk_has_no_room_for_is_refused(use: str, small_disk: 
             batch = part.fetch("t", 1)
             assert (np.asarray(batch["x"][0]) == number).all()
             batch.ack()
-        del batch
+            del batch  # the last view of it
         part.put({"x": [np.full(1_000_000, 7, np.int64)]})  # there is room again
         assert (np.asarray(part.fetch("t", 1)["x"][0]) == 7).all()
 
