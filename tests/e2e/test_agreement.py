@@ -24,9 +24,9 @@ def test_logprobs_agree_within_1e_4_across_updates(
     versions: list[dict[str, torch.Tensor]] = []
     put = Bus.put_group
 
-    async def recording_put(self: Bus, group: list[Sample], step: int) -> Any:
+    async def recording_put(self: Bus, group: list[Sample], *where: Any) -> Any:
         samples.extend(group)
-        return await put(self, group, step)
+        return await put(self, group, *where)
 
     class Recording(TorchNative):
         """The real backend; it also keeps the weights of every version."""

@@ -17,9 +17,9 @@ def put(monkeypatch: pytest.MonkeyPatch) -> list[Sample]:
     samples: list[Sample] = []
     original = Bus.put_group
 
-    async def recording(self: Bus, group: list[Sample], step: int) -> Any:
+    async def recording(self: Bus, group: list[Sample], *where: Any) -> Any:
         samples.extend(group)
-        return await original(self, group, step)
+        return await original(self, group, *where)
 
     monkeypatch.setattr(Bus, "put_group", recording)
     return samples
