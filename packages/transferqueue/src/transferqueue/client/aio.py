@@ -116,6 +116,16 @@ class AsyncClient:
         """See `Client.restore`."""
         await run_async(self._channel, self._servers.restore(folder, timeout))
 
+    @property
+    def transport(self) -> str:
+        """See `Client.transport`."""
+        return self._servers.transport.name
+
+    @property
+    def transport_notes(self) -> tuple[str, ...]:
+        """See `Client.transport_notes`."""
+        return self._servers.notes
+
     async def stats(self, timeout: float = _CONTROL_TIMEOUT) -> StoreStats:
         """See `Client.stats`."""
         return await run_async(self._channel, self._servers.stats(timeout))
