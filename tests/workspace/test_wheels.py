@@ -157,9 +157,11 @@ def test_the_packages_own_tests_pass_with_the_wheel_alone(
 ) -> None:
     extras = f"[{','.join(installed.extras)}]" if installed.extras else ""
     wheels.install(installed.python, f"{installed.name}{extras} @ {installed.wheel.as_uri()}", *TEST_TOOLS)
-    # A copy, so that nothing beside the tests can be imported or read.
+    # A copy, so that nothing beside the tests and what they show to users can be imported or read.
     shutil.copytree(installed.source / "tests", tmp_path / "tests")
     shutil.copy(installed.source / "README.md", tmp_path / "README.md")
+    if (installed.source / "recipes").exists():
+        shutil.copytree(installed.source / "recipes", tmp_path / "recipes")
     settings = ["-c", ROOT / "pyproject.toml", "--rootdir", tmp_path, "-q", "-m", "not slow"]
     report = installed.run("-m", "pytest", *settings, "tests", cwd=tmp_path, timeout=1100)
     assert re.search(r"\d+ passed", report.splitlines()[-1]), report
