@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -343,6 +344,35 @@ async def test_views_of_an_async_client_outlive_it_too(
     assert queue.stats().memory.pinned_only > 0
     rows.clear()
     eventually(lambda: queue.stats().memory.pinned_only == 0)
+
+
+@pytest.mark.parametrize("transport", ["shm", "zmq"])
+def test_an_error_keeps_nothing_alive_that_its_caller_looks_at(
+    transport: str, store: tq.Server, queue: tq.Client, name: str
+) -> None:
+    """It would, for a garbage collection long, if it and what it ended held each other."""
+    part = queue.partition(name, tasks={"t": ["x"]})
+    ids = part.put(filled(100))
+
+    def look(theirs: tq.Partition) -> "weakref.ref[Any]":
+        rows = theirs.get(ids)["x"].values
+        for call in (
+            lambda: theirs.get([1 << 62]),
+            lambda: theirs.fetch("t", 5, timeout=0),
+            lambda: theirs.put({"x": ["text"]}),
+        ):
+            with pytest.raises(tq.QueueError):
+                call()
+        return weakref.ref(rows)
+
+    with tq.connect(store, transport=transport) as other:
+        theirs = other.partition(name)
+        gc.collect()
+        gc.disable()
+        try:
+            assert look(theirs)() is None
+        finally:
+            gc.enable()
 
 
 READER = """

@@ -63,6 +63,13 @@ def begin[T](channel: Channel, steps: Steps[T]) -> Begun[T]:
 
 def run[T](channel: BlockingChannel, operation: Steps[T] | Begun[T]) -> T:
     """Drives an operation to its end, blocking the thread."""
+    try:
+        return _run(channel, operation)
+    except QueueError as error:
+        raise _alone(error) from None
+
+
+def _run[T](channel: BlockingChannel, operation: Steps[T] | Begun[T]) -> T:
     steps, exchanges, pending = _state(operation)
     answers: list[Any] | None = None
     failure: BaseException | None = None
@@ -86,7 +93,7 @@ def run[T](channel: BlockingChannel, operation: Steps[T] | Begun[T]) -> T:
                     answers.append(_outcome(exchanges, error))
             _name_the_cause(answers)
         except QueueError as error:
-            failure = error
+            failure = error.with_traceback(None)
         except BaseException:
             _give_up(channel, pending)
             steps.close()
@@ -96,6 +103,13 @@ def run[T](channel: BlockingChannel, operation: Steps[T] | Begun[T]) -> T:
 
 async def run_async[T](channel: AwaitedChannel, operation: Steps[T] | Begun[T]) -> T:
     """Drives an operation to its end, awaiting its answers."""
+    try:
+        return await _run_async(channel, operation)
+    except QueueError as error:
+        raise _alone(error) from None
+
+
+async def _run_async[T](channel: AwaitedChannel, operation: Steps[T] | Begun[T]) -> T:
     steps, exchanges, pending = _state(operation)
     answers: list[Any] | None = None
     failure: BaseException | None = None
@@ -119,12 +133,20 @@ async def run_async[T](channel: AwaitedChannel, operation: Steps[T] | Begun[T]) 
                     answers.append(_outcome(exchanges, error))
             _name_the_cause(answers)
         except QueueError as error:
-            failure = error
+            failure = error.with_traceback(None)
         except BaseException:
             _give_up(channel, pending)
             steps.close()
             raise
         exchanges = None
+
+
+def _alone(error: QueueError) -> QueueError:
+    """The error without the frames it came through. Those hold it and what it ended, in a circle that would
+    keep what the caller's own frame looks at, views and the memory under them, until a garbage collection.
+    """
+    error.__context__ = error.__cause__ = None
+    return error.with_traceback(None)
 
 
 def _state[T](
