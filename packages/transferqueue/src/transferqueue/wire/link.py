@@ -56,6 +56,8 @@ _AGAIN_LAST = 30.0  # seconds, at most, until a request is sent again
 _FEW = 256
 _GREETED = zmq.EVENT_HANDSHAKE_SUCCEEDED
 _LEFT = zmq.EVENT_DISCONNECTED
+_UNGREETED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL  # it hung up: a wrong key, or it ended just then
+_HANG_UPS = 3  # in a row, that mean the first
 _REFUSED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 
 
@@ -269,7 +271,7 @@ class Link:
         if self._keys is not None:
             socket.curve_serverkey = self._server_key
             socket.curve_publickey, socket.curve_secretkey = self._keys
-        peer.monitor = socket.get_monitor_socket(_GREETED | _LEFT | _REFUSED)
+        peer.monitor = socket.get_monitor_socket(_GREETED | _LEFT | _REFUSED | _UNGREETED)
         self._peers.append(peer)
         self._handlers[socket] = lambda: self._receive(peer)
         self._handlers[peer.monitor] = lambda: self._observe(peer)
@@ -289,7 +291,9 @@ class Link:
             self._greet(peer)
         elif event == _LEFT and peer.down_since is None:
             peer.down_since = time.monotonic()
-        elif event & _REFUSED:
+        elif event == _UNGREETED and self._keys is not None and not peer.greeting:
+            peer.hang_ups += 1
+        if event & _REFUSED or peer.hang_ups >= _HANG_UPS:
             self._fail(
                 peer,
                 Unauthorized(

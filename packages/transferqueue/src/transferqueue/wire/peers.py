@@ -82,6 +82,7 @@ class Peer:
             their memory is used again.
         confirmed: answered while an older request is under way; the server is told with the next request.
         heard: when a message came last.
+        hang_ups: ends of connections before the first was greeted.
         greeting: how often we said hello; a request sent before the last hello is repeated after the welcome.
     """
 
@@ -96,6 +97,7 @@ class Peer:
     ids: "count[int]" = field(default_factory=lambda: count(1))
     confirmed: list[int] = field(default_factory=list)
     heard: float = 0.0
+    hang_ups: int = 0
     greeting: int = 0
     greeted: int = 0
     down_since: float | None = None
