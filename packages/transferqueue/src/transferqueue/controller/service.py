@@ -11,6 +11,7 @@ from ..errors import Full, QueueError, StaleLease, StorageLost, Unauthorized
 from ..ids import new_generation
 from ..introspection.statistics import MemoryStats, StoreStats, UnitStats, partition_stats
 from ..scheduling.partition import Partition
+from ..wire.ledger import cut_reason, page_of
 from ..wire.messages import (
     Ack,
     Admit,
@@ -251,6 +252,7 @@ class ControllerService:
                 call.reply(Done())
             case Report():
                 self._units.report(call, call.body)
+                self._shelves.touch_all()  # a snapshot may be restored by it
             case _:
                 self._handle_rare(call, now)
 
@@ -267,7 +269,7 @@ class ControllerService:
                 self._partition(number).close_group(key, members, tombstones)
                 call.reply(Done())
             case Drop(number, ids, reason):
-                self._partition(number).drop(ids, reason)
+                self._partition(number).drop(ids, cut_reason(reason))
                 call.reply(Done())
             case ClosePartition(number):
                 self._partition(number).close()
@@ -394,6 +396,7 @@ class ControllerService:
         self._units.gone(session)
         for shelf in self._shelves:
             shelf.partition.release(number)
+        self._shelves.touch_all()
         self._puts.forget(number)
         self._memory.unpin_all(number)
         if self._recording is not None:
@@ -431,12 +434,12 @@ class ControllerService:
     # -- what follows a request ------------------------------------------------------------------------------
 
     def settle(self, now: float) -> float | None:
-        self._timers.run(now)
-        for shelf in self._shelves:
-            shelf.partition.lapse(now)
+        if self._timers.run(now) or self._node.undone:
+            self._node.undone = False
+            self._shelves.touch_all()
         while self._follow_up(now):
             pass
-        times = [self._timers.next(), *(shelf.partition.next_lapse() for shelf in self._shelves)]
+        times = [self._timers.next()]
         if self._recording is not None:
             times.append(self._write(self._recording, now))
         return min((when for when in times if when is not None), default=None)
@@ -457,7 +460,9 @@ class ControllerService:
 
     def _follow_up(self, now: float) -> bool:
         """Frees, admits and wakes what the last changes allow; returns whether more followed from that."""
-        for shelf in self._shelves:
+        touched = self._shelves.take_touched()
+        for shelf in touched:
+            shelf.partition.lapse(now)
             if shelf.partition.freed:
                 self._free(shelf)
             if shelf.partition.room_made:
@@ -467,10 +472,25 @@ class ControllerService:
             self._puts.room_made = False
             self._puts.admit()
             self._admissions.serve(now)
-        for shelf in self._shelves:
+        for shelf in touched:
             if shelf.partition.woken:
                 self._fetches.wake(shelf, now)
-        return self._puts.room_made or any(s.partition.freed or s.partition.woken for s in self._shelves)
+            if shelf.partition.freed or shelf.partition.woken:
+                self._shelves.touched.add(shelf)
+            self._look_again(shelf)
+        return self._puts.room_made or bool(self._shelves.touched)
+
+    def _look_again(self, shelf: Shelf) -> None:
+        """Sees to it that the partition is looked at when the next lease or ticket lapses."""
+        when = shelf.partition.next_lapse()
+        if when is not None and (shelf.due is None or when < shelf.due):
+            shelf.due = when
+            self._timers.at(when, lambda: self._lapses(shelf, when), lambda: shelf.due == when)
+
+    @staticmethod
+    def _lapses(shelf: Shelf, when: float) -> None:
+        if shelf.due == when:
+            shelf.due = None  # what has run touches every partition
 
     def _free(self, shelf: Shelf) -> None:
         freed, shelf.partition.freed = shelf.partition.freed, []
@@ -532,9 +552,9 @@ class ControllerService:
 
 def _ledger(partition: Partition, name: str) -> LedgerPage:
     task = partition.task(name)
-    return LedgerPage(
+    return page_of(
         task.acked.intervals,
-        {sample: why for sample, why in partition.dropped.items() if sample not in task.acked},
-        list(task.leased),
-        [s for s in partition.samples if s not in task.leased and s not in task.acked],
+        ((sample, why) for sample, why in partition.dropped.items() if sample not in task.acked),
+        task.leased,
+        (s for s in partition.samples if s not in task.leased and s not in task.acked),
     )

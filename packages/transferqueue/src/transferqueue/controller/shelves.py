@@ -18,6 +18,8 @@ class Shelf:
         body: how it was opened first.
         serial: of the next sample put.
         reserved_rows, reserved_bytes: promised to puts that have not committed.
+        due: when it will be looked at because a lease or a ticket lapses, or None.
+        counted: what it adds to `Shelves.nbytes`, when that was last found out.
     """
 
     number: int
@@ -26,6 +28,8 @@ class Shelf:
     serial: int = 0
     reserved_rows: int = 0
     reserved_bytes: int = 0
+    due: float | None = None
+    counted: int = 0
 
     @property
     def max_bytes(self) -> int | None:
@@ -50,6 +54,8 @@ class Shelves:
 
     Attributes:
         opened: told of every new partition, if set.
+        touched: those in which something may have changed: the others need not be looked at, however many
+            there are.
     """
 
     def __init__(self, max_bytes: int | None) -> None:
@@ -57,6 +63,8 @@ class Shelves:
         self.opened: Callable[[Shelf], None] | None = None
         self._by_name: dict[str, Shelf] = {}
         self._by_number: list[Shelf] = []
+        self.touched: set[Shelf] = set()
+        self._nbytes = 0
 
     def __iter__(self) -> Iterator[Shelf]:
         return iter(self._by_number)
@@ -64,12 +72,31 @@ class Shelves:
     def __getitem__(self, number: int) -> Shelf:
         if not 0 <= number < len(self._by_number):
             raise UnknownName(f"no partition has number {number}; open it by name", partition=number)
-        return self._by_number[number]
+        shelf = self._by_number[number]
+        self.touched.add(shelf)
+        return shelf
+
+    def touch_all(self) -> None:
+        """Something may have changed anywhere."""
+        self.touched.update(self._by_number)
+
+    def take_touched(self) -> set[Shelf]:
+        """Those in which something may have changed since the last call."""
+        self._count()
+        touched, self.touched = self.touched, set()
+        return touched
+
+    def _count(self) -> int:
+        for shelf in self.touched:
+            held = shelf.partition.nbytes + shelf.reserved_bytes
+            self._nbytes += held - shelf.counted
+            shelf.counted = held
+        return self._nbytes
 
     @property
     def nbytes(self) -> int:
         """Payload bytes held or promised."""
-        return sum(shelf.partition.nbytes + shelf.reserved_bytes for shelf in self._by_number)
+        return self._count()
 
     def fits(self, shelf: Shelf, rows: int, nbytes: int, ticket: int | None) -> bool:
         """Whether a put fits the limits of its partition and of the store."""
@@ -150,6 +177,7 @@ class Shelves:
         """Takes in a partition that is there."""
         shelf = Shelf(len(self._by_number), body, partition)
         self._by_number.append(shelf)
+        self.touched.add(shelf)
         self._by_name[body.name] = shelf
         return shelf
 

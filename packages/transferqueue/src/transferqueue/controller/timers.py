@@ -34,11 +34,15 @@ class Timers:
         """Monotonic seconds."""
         return time.monotonic()
 
-    def run(self, now: float) -> None:
+    def run(self, now: float) -> bool:
+        """Calls what has become due; returns whether anything had."""
+        ran = False
         while self._heap and self._heap[0][0] <= now:
             _, _, callback, matters = heappop(self._heap)
             if matters is None or matters():
                 callback()
+                ran = True
+        return ran
 
     def next(self) -> float | None:
         return self._heap[0][0] if self._heap else None

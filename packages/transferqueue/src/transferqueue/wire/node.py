@@ -19,6 +19,8 @@ from ..ids import IdSet
 from .listeners import Connection, LocalListener, Poll, ZmqListener
 from .messages import (
     CHUNK,
+    MAX_BODY_BYTES,
+    MAX_FRAME_BYTES,
     PROTOCOL,
     ArenaHere,
     Cancel,
@@ -269,6 +271,7 @@ class Node:
         self._complained: OrderedDict[Connection, None] = OrderedDict()
         self._outbox: list[Callable[[], None]] = []
         self._running = True
+        self.undone = False  # something was taken back; whoever settles clears it
         self.units: list[UnitAddress] = []
         self.paused = False
         self.held = False
@@ -286,11 +289,11 @@ class Node:
         due = service.settle(time.monotonic())
         while self._running:
             more = self._drain()
-            if more or self._outbox:
+            if more or self._outbox or self.undone:
                 due = service.settle(time.monotonic())
                 self._flush()
             wait = None if due is None else max(0.0, due - time.monotonic())
-            self.poll.turn(0.0 if more else wait)
+            self.poll.turn(0.0 if more or self.undone else wait)
             self._drain()
             due = service.settle(time.monotonic())
             self._flush()
@@ -430,19 +433,22 @@ class Node:
             session.waiting.clear()
             self._service.forget(session)
 
-    @staticmethod
-    def _cancel(session: Session, target: int) -> None:
+    def _cancel(self, session: Session, target: int) -> None:
         if target in session.waiting:
             call = session.waiting[target]
             undo = call.undo
             call.fail(Timeout("given up by the client"))
             if undo is not None:
-                undo()
+                self._undo(undo)
         elif target in session.answers:
             answered = session.answers[target]
             undo, answered.undo = answered.undo, None
             if undo is not None:
-                undo()
+                self._undo(undo)
+
+    def _undo(self, undo: Callable[[], None]) -> None:
+        self.undone = True
+        undo()
 
     def _greet(self, connection: Connection, hello: Hello, done_below: int) -> None:
         error: QueueError | None = None
@@ -509,22 +515,22 @@ class Node:
             # It was found to be gone while this was done: sending to it failed.
             call.answered = True
             if call.undo is not None and not call.stays:
-                call.undo()
+                self._undo(call.undo)
             return
         if call.answered:
             raise AssertionError(f"request {call.id} ({type(call.body).__name__}) is answered twice")
         if payload is not None and len(payload) > self._max_frame_bytes:
-            error = TooLarge(
-                f"the answer has {len(payload)} bytes, more than the {self._max_frame_bytes} of a frame; "
-                "ask for fewer samples or fields",
-                nbytes=len(payload),
-                limit=self._max_frame_bytes,
-            )
-            body, payload = Failure("TooLarge", str(error), error.details), None
+            body, payload = _too_large(len(payload), self._max_frame_bytes), None
         call.answered = True
         session = call.session
         session.waiting.pop(call.id, None)
         answered = Answered(call.id, body, call.undo, call.stays, call.pins, call.arenas)
+        limit = MAX_BODY_BYTES if call.local else MAX_FRAME_BYTES
+        if len(answered.encoded) > limit:  # the client would take it for nonsense, and hang up
+            if call.undo is not None:
+                self._undo(call.undo)
+            body, payload = _too_large(len(answered.encoded), limit), None
+            answered = Answered(call.id, body, None, False, (), ())
         if not isinstance(call.body, _REPEATABLE):
             session.answers[call.id] = answered
             if self.ledger is not None:
@@ -545,7 +551,7 @@ class Node:
             if self.ledger is not None:
                 self.ledger.void(session, answered.id)
             undo, answered.undo = answered.undo, None
-            undo()
+            self._undo(undo)
 
     @staticmethod
     def _put_on(connection: Connection, session: Session, answered: Answered, payload: Any) -> bool:
@@ -571,6 +577,15 @@ class Node:
             outbox, self._outbox = self._outbox, []
             for send in outbox:
                 send()
+
+
+def _too_large(nbytes: int, limit: int) -> Failure:
+    error = TooLarge(
+        f"the answer has {nbytes} bytes, more than the {limit} of a message; ask for fewer samples or fields",
+        nbytes=nbytes,
+        limit=limit,
+    )
+    return Failure("TooLarge", str(error), error.details)
 
 
 def _sendable(value: Any) -> Any:
