@@ -231,6 +231,15 @@ class Samples:
         self.is_last = loan.leased.is_last
         self.dummy = loan.leased.dummy
         self.settled = self.dummy
+        self._returned = False
+
+    def _check_not_returned(self) -> None:
+        if self._returned:
+            raise StaleLease(
+                "this batch was given back (by nack, or as its loop was left) and may be with another consumer; "
+                "nothing was acked. To take one batch use fetch, not next(iter(stream))",
+                lease=self._lease,
+            )
 
     def __getitem__(self, field: str) -> Column:
         if field not in self.fields:
@@ -266,8 +275,10 @@ class Batch(Samples):
         """Completes the samples for the task. Once is enough; again does nothing.
 
         Raises:
-            StaleLease: the lease has lapsed, and the samples may have gone to another consumer.
+            StaleLease: the lease has lapsed or the batch was given back, and the samples may have gone to
+                another consumer.
         """
+        self._check_not_returned()
         if not self.settled:
             run(self._channel, self._calls.ack(self._lease, timeout))
             self.settled = True
@@ -278,7 +289,7 @@ class Batch(Samples):
         """
         if not self.settled:
             run(self._channel, self._calls.nack(self._lease, timeout))
-            self.settled = True
+            self.settled = self._returned = True
 
     def extend_lease(self, seconds: float, timeout: float = _CONTROL_TIMEOUT) -> None:
         """Lets the lease end `seconds` from now. Raises StaleLease if it has ended already."""
@@ -512,7 +523,8 @@ class Partition:
     def drop(
         self, ids: Sequence[int] | np.ndarray, reason: str, *, timeout: float = _CONTROL_TIMEOUT
     ) -> None:
-        """Ends samples for every task that has not acked them; the ledger keeps the reason. All or nothing.
+        """Ends samples for every task that has not acked them; the ledger keeps the reason, cut at 1 KiB of
+        UTF-8. All or nothing.
 
         A dropped member no longer counts for its group: the others are served without it. An id that is
         dropped already keeps its first reason. Raises UnknownSample for ids that were never put or are acked
@@ -521,7 +533,12 @@ class Partition:
         run(self._link, self._calls.drop(ids, reason, timeout))  # type: ignore[arg-type]
 
     def ledger(self, task: str, *, timeout: float = _CONTROL_TIMEOUT) -> Ledger:
-        """What became of every sample ever put, for one task."""
+        """What became of every sample ever put, for one task.
+
+        Raises:
+            TooLarge: it is more than one message takes: hundreds of thousands of drops, each with a long
+                reason of its own.
+        """
         return run(self._link, self._calls.ledger(task, timeout))
 
     def close(self, *, timeout: float = _CONTROL_TIMEOUT) -> None:

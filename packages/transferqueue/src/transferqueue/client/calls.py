@@ -18,6 +18,7 @@ from ..values.columns import Column
 from ..values.encode import Fields, Shared, plan_fields
 from ..values.spec import ColumnPlan
 from ..wire.channel import Answer
+from ..wire.ledger import cut_reason, dropped_of, ids_of
 from ..wire.messages import (
     Ack,
     Admit,
@@ -94,7 +95,7 @@ class Ledger:
 
     Attributes:
         acked: completed by the task, also those whose payload is long freed.
-        dropped: id -> reason, of those that ended before the task acked them.
+        dropped: id -> reason (its first KiB), of those that ended before the task acked them.
         leased: with a consumer now.
         pending: ready or not, waiting for the task.
     """
@@ -359,7 +360,7 @@ class PartitionCalls:
         return self._control(Extend(self.number, lease, float(seconds)), timeout)
 
     def drop(self, ids: Sequence[int], reason: str, timeout: float) -> Steps[Answer]:
-        return self._control(Drop(self.number, _samples(ids), reason), timeout)
+        return self._control(Drop(self.number, _samples(ids), cut_reason(reason)), timeout)
 
     def close_group(self, key: str, count: int, tombstones: int, timeout: float) -> Steps[Answer]:
         if not 0 <= tombstones <= count:
@@ -381,7 +382,7 @@ class PartitionCalls:
 
     def ledger(self, task: str, timeout: float) -> Steps[Ledger]:
         page = expect((yield from self._control(ReadLedger(self.number, task), timeout)), LedgerPage)
-        return Ledger(task, IdSet(page.acked), page.dropped, page.leased, page.pending)
+        return Ledger(task, IdSet(page.acked), dropped_of(page), ids_of(page.leased), ids_of(page.pending))
 
 
 def wanted_of(

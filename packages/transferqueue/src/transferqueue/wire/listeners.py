@@ -251,6 +251,9 @@ class _LocalConnection:
             raise AssertionError("a local connection carries no payload; it lies in shared memory")
         if self.socket.fileno() < 0:
             return False
+        if len(header) > MAX_HEADER_BYTES:  # no answer is (`Node.answer`); the peer would hang up on it
+            self._listener.end(self)
+            return False
         self._unsent.append((memoryview(_LENGTH.pack(len(header)) + header), tuple(descriptors)))
         self._unsent_bytes += _LENGTH.size + len(header)
         if len(self._unsent) == 1:

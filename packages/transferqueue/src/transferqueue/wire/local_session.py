@@ -15,11 +15,12 @@ from itertools import count
 
 import msgspec
 
-from ..errors import ControllerLost, Malformed, QueueError, Timeout, named
+from ..errors import ControllerLost, Malformed, QueueError, Timeout, TooLarge, named
 from ..transport.arenas import ArenaMap
 from ..transport.pins import Pins
 from .channel import Answer, deadline_of, encoded, handles_of
 from .messages import (
+    MAX_BODY_BYTES,
     MAX_HEADER_BYTES,
     PROTOCOL,
     Cancel,
@@ -111,8 +112,16 @@ class LocalSession:
         return b"".join(self._frame(one) for one in self.outstanding.values() if not one.withdrawn)
 
     def request(self, body: RequestBody, timeout: float) -> tuple[LocalPending, bytes]:
-        """A request in flight and the bytes to send for it."""
-        pending = LocalPending(next(self._ids), body, encoded(body), deadline_of(timeout))
+        """A request in flight and the bytes to send for it. TooLarge if no message takes it."""
+        data = encoded(body)
+        if len(data) > MAX_BODY_BYTES:
+            raise TooLarge(
+                f"{type(body).__name__} takes {len(data)} bytes besides the payload, more than the "
+                f"{MAX_BODY_BYTES} of a message; name fewer samples at once, or give shorter texts",
+                nbytes=len(data),
+                limit=MAX_BODY_BYTES,
+            )
+        pending = LocalPending(next(self._ids), body, data, deadline_of(timeout))
         if self.failed is not None:
             pending.outcome = self.failed.again()
             return pending, b""

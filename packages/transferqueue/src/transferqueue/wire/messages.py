@@ -17,7 +17,8 @@ from ..values.spec import FieldSpec
 
 PROTOCOL = 2
 MAX_FRAME_BYTES = 1 << 30
-MAX_HEADER_BYTES = 1 << 28  # of a header on a local connection
+MAX_HEADER_BYTES = 1 << 28  # of a message on a local connection; whoever gets a longer one hangs up
+MAX_BODY_BYTES = MAX_HEADER_BYTES - (1 << 16)  # of a request or an answer in one
 COPY_BELOW = 65_536  # bytes; below this a copy is cheaper than lending the buffer to the socket
 # Bytes of payload in one message. A larger payload goes as several: the memory that libzmq receives one into
 # is then that of the one before, where a single message would be faulted in page by page.
@@ -358,10 +359,12 @@ class ReadLedger(_Body, frozen=True):
 
 
 class LedgerPage(_Body, frozen=True):
+    """The account of a task. Ids are half-open ``(start, stop)``; `dropped` has each reason once."""
+
     acked: list[tuple[int, int]]
-    dropped: dict[int, str]
-    leased: list[int]
-    pending: list[int]
+    dropped: list[tuple[str, list[tuple[int, int]]]]
+    leased: list[tuple[int, int]]
+    pending: list[tuple[int, int]]
 
 
 class Snapshot(_Body, frozen=True):
