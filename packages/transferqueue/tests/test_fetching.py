@@ -213,3 +213,69 @@ async def test_an_async_stream_asks_in_advance(store: tq.Server, name: str) -> N
             seen.extend(batch["x"].values.tolist())
             await batch.ack()
         assert seen == list(range(10))
+
+
+def test_a_batch_that_was_given_back_is_not_acked_in_silence(queue: tq.Client, name: str) -> None:
+    part = queue.partition(name, tasks={"t": ["x"]})
+    part.put({"x": np.arange(4)})
+    batch = next(iter(part.stream("t", 2)))  # the stream is left at once
+    with pytest.raises(tq.StaleLease, match="given back"):
+        batch.ack()
+    other = part.fetch("t", 2)
+    other.nack()
+    with pytest.raises(tq.StaleLease, match="given back"):
+        other.ack()
+    assert len(part.ledger("t").pending) == 4
+
+
+def test_a_function_that_chooses_what_it_was_not_offered_is_told(queue: tq.Client, name: str) -> None:
+    part = queue.partition(name, tasks={"t": ["x"]})
+    ids = part.put({"x": np.arange(4)})
+    for returned in ([1, 2], None, ["x"], [int(ids[0]) + 99]):
+        with pytest.raises((tq.InvalidArgument, ValueError)):
+            part.fetch("t", 2, sampler=lambda _, __, chosen=returned: chosen, timeout=1)
+    assert len(part.fetch("t", 2, sampler=lambda candidates, n: candidates[:n])) == 2
+
+
+def test_a_timeout_says_what_is_missing(queue: tq.Client, name: str) -> None:
+    part = queue.partition(name, tasks={"t": ["x", "advantages"]})
+    part.put({"x": np.arange(3), "advantage": np.arange(3)}, version=1)
+    with pytest.raises(tq.Timeout, match="missing 'advantages' in 3"):
+        part.fetch("t", 2, timeout=0)
+    part.put({"x": np.arange(2), "advantages": np.arange(2)}, version=1)
+    part.advance(5)
+    with pytest.raises(tq.Timeout, match=r"2 ready.*versions of at least 4.*max_staleness 1"):
+        part.fetch("t", 2, timeout=0, max_staleness=1)
+    with pytest.raises(tq.Timeout, match="5 samples without a group key"):
+        part.fetch("t", 2, timeout=0, sampler=Groups(2))
+    batch = part.fetch("t", 2)
+    with pytest.raises(tq.Timeout, match="2 leased and not acked"):
+        part.fetch("t", 2, timeout=0)
+    batch.ack()
+
+
+def test_text_where_a_list_is_meant_is_refused(store: tq.Server, queue: tq.Client, name: str) -> None:
+    with pytest.raises(tq.InvalidArgument, match="give a list"):
+        queue.partition(name, tasks={"t": "tokens"})
+    for tasks in ({}, ["t"]):
+        with pytest.raises(tq.InvalidArgument, match="consumer group"):
+            queue.partition(name, tasks=tasks)  # type: ignore[arg-type]
+    part = queue.partition(name, tasks={"t": ["x"]})
+    with pytest.raises(tq.InvalidArgument, match="key for each sample"):
+        part.put({"x": np.arange(3)}, groups="abc")
+    for address in (5555, "http://127.0.0.1:1", "127.0.0.1", "tcp://127.0.0.1:1/"):
+        with pytest.raises(tq.InvalidArgument, match="address"):
+            tq.connect(address)  # type: ignore[arg-type]
+    with tq.connect(store.address.removeprefix("tcp://")) as other:
+        assert other.stats().uptime > 0
+        closed = other.partition(name)
+    for rows in (1, 100_000):
+        with pytest.raises(tq.QueueError, match="closed"):
+            closed.put({"x": np.arange(rows)})
+
+
+def test_full_names_the_room_that_tickets_hold(queue: tq.Client, name: str) -> None:
+    part = queue.partition(name, tasks={"t": ["x"]}, max_samples=4)
+    part.admit(0, 3)
+    with pytest.raises(tq.Full, match=r"0 samples and 3 promised to tickets.*of at most 4"):
+        part.put({"x": np.arange(2)}, timeout=0)

@@ -161,6 +161,7 @@ class AsyncBatch(Samples):
 
     async def ack(self, timeout: float = _CONTROL_TIMEOUT) -> None:
         """See `Batch.ack`."""
+        self._check_not_returned()
         if not self.settled:
             await run_async(self._channel, self._calls.ack(self._lease, timeout))
             self.settled = True
@@ -169,7 +170,7 @@ class AsyncBatch(Samples):
         """See `Batch.nack`."""
         if not self.settled:
             await run_async(self._channel, self._calls.nack(self._lease, timeout))
-            self.settled = True
+            self.settled = self._returned = True
 
     async def extend_lease(self, seconds: float, timeout: float = _CONTROL_TIMEOUT) -> None:
         """See `Batch.extend_lease`."""

@@ -236,8 +236,8 @@ class Samples:
     def _check_not_returned(self) -> None:
         if self._returned:
             raise StaleLease(
-                "this batch was given back (by nack, or as its loop was left) and may be with another consumer; "
-                "nothing was acked. To take one batch use fetch, not next(iter(stream))",
+                "this batch was given back (by nack, or as its loop was left) and may be with another "
+                "consumer; nothing was acked. To take one batch use fetch, not next(iter(stream))",
                 lease=self._lease,
             )
 

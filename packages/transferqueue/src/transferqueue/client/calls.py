@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypedDict
+from typing import Any, TypedDict
 
 import numpy as np
 
@@ -143,6 +143,10 @@ class PartitionCalls:
     ) -> Steps[np.ndarray]:
         deadline = time.monotonic() + timeout
         rows, plans = plan_fields(fields, shared)
+        if isinstance(groups, str):
+            raise InvalidArgument(
+                f"groups is {groups!r}; give a key for each sample, [{groups!r}] * {rows}"
+            )
         keys = None if groups is None else [None if key is None else str(key) for key in groups]
         if keys is not None and len(keys) != rows:
             raise InvalidArgument(f"{len(keys)} groups for {rows} samples; give each sample a key, or None")
@@ -211,6 +215,7 @@ class PartitionCalls:
                 nbytes=sizes.frame_nbytes,
                 limit=servers.max_frame_bytes,
             )
+        servers.channel.check_open()
         small = sizes.nbytes <= SMALL
         lost = 0
         while True:
@@ -305,11 +310,16 @@ class PartitionCalls:
         while True:
             listing = ListCandidates(self.number, wanted, limit)
             [answer] = yield [Exchange(self.servers.controller, listing, deadline)]
-            chosen = _samples(choose(expect(answer, Candidates).samples, wanted.count))
+            candidates = expect(answer, Candidates).samples
+            chosen = _chosen(choose(candidates, wanted.count), candidates)
             request = FetchChosen(self.number, wanted.task, chosen, names, float(lease_seconds))
             [answer] = yield [Exchange(self.servers.controller, request, deadline)]
             if isinstance(answer.body, Leased):
                 return (yield from self._read(answer.body, wanted.task, names, deadline))
+            if time.monotonic() >= deadline:
+                raise Timeout(
+                    f"other consumers of task {wanted.task!r} were faster than the sampler until the deadline"
+                )
 
     def _read(self, leased: Leased, task: str, fields: list[str] | None, deadline: float) -> Steps[Loan]:
         """Moves what was leased; a failure returns it."""
@@ -437,6 +447,22 @@ def _lengths(name: str, plan: ColumnPlan) -> list[int]:
 
 def _is_integer(plan: ColumnPlan) -> bool:
     return plan.spec.stored.kind in "iu" and plan.spec.dtype == plan.spec.stored.name
+
+
+def _chosen(chosen: Any, candidates: Sequence[Candidate]) -> list[int]:
+    """What a user's sampler returned: ids, or the candidates themselves."""
+    try:
+        ids = [one.id if isinstance(one, Candidate) else int(one) for one in chosen]
+    except TypeError as error:
+        raise InvalidArgument(
+            f"the sampler returned {chosen!r}; return the ids of some candidates (candidate.id)"
+        ) from error
+    strange = [one for one in ids if one not in {candidate.id for candidate in candidates}]
+    if strange:
+        raise InvalidArgument(
+            f"the sampler chose ids that it was not offered: {shortened(strange)}; choose among candidates"
+        )
+    return _samples(ids)
 
 
 def _samples(ids: Sequence[int]) -> list[int]:

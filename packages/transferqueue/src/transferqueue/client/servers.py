@@ -19,7 +19,7 @@ from ..transport.shm import SharedMemoryTransport
 from ..transport.ucx_payload import UcxPayload
 from ..transport.zmq import ZmqTransport
 from ..wire.channel import Channel
-from ..wire.link import Link, Peer
+from ..wire.link import Link
 from ..wire.local_session import LocalSession
 from ..wire.messages import (
     Goodbye,
@@ -32,6 +32,7 @@ from ..wire.messages import (
     UnitAddress,
     Welcome,
 )
+from ..wire.peers import Peer
 from ..wire.steps import Exchange, Steps, expect
 from .slabs import Slabs
 
@@ -92,15 +93,36 @@ class Servers:
     ) -> "Steps[PartitionCalls]":
         from .calls import PartitionCalls
 
-        wanted = None if tasks is None else {task: list(fields) for task, fields in tasks.items()}
+        wanted = None if tasks is None else _tasks(name, tasks)
         request = OpenPartition(name, wanted, max_samples, max_bytes, length_field, max_staleness)
         [answer] = yield [Exchange(self.controller, request, time.monotonic() + timeout)]
         return PartitionCalls(self, name, expect(answer, Opened))
 
 
+def _tasks(name: str, tasks: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
+    if not name or not isinstance(tasks, Mapping) or not tasks:
+        raise InvalidArgument(
+            f"partition {name!r} with tasks {tasks!r}; give it a name and tasks={{consumer group: [fields]}}"
+        )
+    for task, fields in tasks.items():
+        if isinstance(fields, str):
+            raise InvalidArgument(f"task {task!r} needs the fields {fields!r}; give a list, as [{fields!r}]")
+    return {str(task): [str(field) for field in fields] for task, fields in tasks.items()}
+
+
 def goodbye(controller: Any) -> Steps[None]:
     """Tells the controller that this client leaves."""
     yield [Exchange(controller, Goodbye(), time.monotonic() + 1.0)]
+
+
+def _address(address: str) -> str:
+    """``tcp://host:port``, where ``host:port`` may be all that was given."""
+    full = address if "://" in address else f"tcp://{address}"
+    scheme, _, rest = full.partition("://")
+    host, _, port = rest.rpartition(":")
+    if scheme != "tcp" or not host or not port.isdigit():
+        raise InvalidArgument(f"address {address!r}; give tcp://host:port, as the store printed it")
+    return full
 
 
 class Remote:
@@ -179,6 +201,12 @@ class Contact:
         transport: str,
         server_key: str | None,
     ) -> None:
+        if not isinstance(address, str | Server):
+            raise InvalidArgument(
+                f"address {address!r}; give a Server, or text such as 'tcp://127.0.0.1:5555'"
+            )
+        if isinstance(address, str):
+            address = _address(address)
         if transport not in TRANSPORTS:
             raise InvalidArgument(f"transport {transport!r}; choose one of {', '.join(TRANSPORTS)}")
         self.local: str | None = None

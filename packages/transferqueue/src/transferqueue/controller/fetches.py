@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from ..errors import InvalidArgument, QueueError, Timeout
+from ..errors import InvalidArgument, QueueError
 from ..scheduling.partition import Partition
 from ..scheduling.samples import Lease, Sample
 from ..scheduling.wanted import Wanted
@@ -23,6 +23,7 @@ from ..wire.messages import (
 )
 from ..wire.node import Call
 from .blocks import Block
+from .explaining import nothing_served
 from .memory import Memory
 from .shelves import Shelf, Shelves
 from .timers import Timers
@@ -182,13 +183,7 @@ class Fetches:
             waiting.wanted = replace(wanted, partial=waiting.partial)
             if self._serve(shelf, waiting, self._timers.now()):
                 return
-            ready = len(shelf.partition.task(wanted.task).ready)
-            raise Timeout(
-                f"task {wanted.task!r} of partition {shelf.partition.name!r} had no {wanted.count} "
-                f"samples for {wanted.sampler} until the deadline (ready: {ready}, max_priority: "
-                f"{wanted.max_priority}, min_version: {wanted.min_version})",
-                ready=ready,
-            )
+            raise nothing_served(shelf.partition, wanted)
         except QueueError as error:
             call.fail(error)
 

@@ -128,7 +128,7 @@ def serve(
         port: of the controller; 0 takes a free one. Storage units always take free ones.
         token: a secret that every connection must present.
         curve: encrypt and authenticate what goes over TCP; clients of other hosts then need the public key
-            ``server.server_key``.
+            ``server.server_key``. With a journal the key stays the same when a store is started on it again.
         ucx: let storage units be reached by UCX as well (extra ``[ucx]``), for clients that connect with
             ``transport="ucx"``. UCX listens on every address of the host and does not encrypt: only for
             trusted networks, and only with a `token`.
@@ -165,12 +165,16 @@ def serve(
         raise InvalidArgument("memory and spill belong together: what one has no room for goes to the other")
     if journal is not None and spill is not None:
         raise InvalidArgument("with a journal all payload lies in its files, so there is nothing to spill")
+    if journal is not None and restore is not None and os.path.isdir(journal) and os.listdir(journal):
+        raise InvalidArgument(
+            f"the journal folder {os.fspath(journal)!r} holds a store already; restore into an empty one, or "
+            "leave restore out to go on with it"
+        )
     if fsync and journal is None:
         raise InvalidArgument("fsync is about a journal; pass journal=... too")
     keys = None
     if curve:
-        public, secret = zmq.curve_keypair()
-        keys = (public.decode(), secret.decode())
+        keys = _curve_keys(None if journal is None else Path(journal))
     local = f"transferqueue-{secrets.token_hex(16)}"
     common = {
         "parent": os.getpid(), "host": host, "token": token, "max_frame_bytes": frame_bytes,
@@ -205,6 +209,22 @@ def serve(
             server.close()
             raise
     return server
+
+
+def _curve_keys(folder: Path | None) -> tuple[str, str]:
+    """A fresh key pair, or that of the journal's folder, so that the clients of a store that goes on need no
+    other.
+    """
+    if folder is not None and (folder / "curve-keys").exists():
+        public, secret = (folder / "curve-keys").read_text().split()
+        return public, secret
+    public, secret = (key.decode() for key in zmq.curve_keypair())
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(folder / "curve-keys", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "w") as file:
+            file.write(f"{public}\n{secret}\n")
+    return public, secret
 
 
 def _folder(path: str | os.PathLike[str] | None) -> str | None:

@@ -38,6 +38,10 @@ class Channel(Protocol):
 
     local: bool
 
+    def check_open(self) -> None:
+        """Raises QueueError if the channel was closed, or belongs to another process."""
+        ...
+
     def reachable(self, peer: Any) -> bool:
         """Whether the peer is connected now."""
         ...

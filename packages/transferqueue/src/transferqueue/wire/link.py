@@ -135,6 +135,13 @@ class Link:
         self._tell("send", pending)
         return pending
 
+    def check_open(self) -> None:
+        """Raises QueueError if the link was closed, or belongs to another process."""
+        if self._pid != os.getpid():
+            raise QueueError("this client was connected in another process; connect again after a fork")
+        if self._closed:
+            raise QueueError("this client is closed; connect again")
+
     def reachable(self, peer: Peer) -> bool:
         """Whether the peer is connected now."""
         return peer.failed is None and peer.down_since is None

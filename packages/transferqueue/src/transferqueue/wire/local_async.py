@@ -55,6 +55,12 @@ class AsyncLocalChannel:
         assert self._session.welcome is not None
         return self._session.welcome
 
+    def check_open(self) -> None:
+        if self._pid != os.getpid():
+            raise QueueError("this client was connected in another process; connect again after a fork")
+        if self._closed:
+            raise QueueError("this client is closed; connect again")
+
     def reachable(self, peer: Any) -> bool:
         return self._socket is not None and not self._closed and self._session.failed is None
 
