@@ -233,7 +233,7 @@ def test_a_function_that_chooses_what_it_was_not_offered_is_told(queue: tq.Clien
     ids = part.put({"x": np.arange(4)})
     for returned in ([1, 2], None, ["x"], [int(ids[0]) + 99]):
         with pytest.raises((tq.InvalidArgument, ValueError)):
-            part.fetch("t", 2, sampler=lambda _, __, chosen=returned: chosen, timeout=1)
+            part.fetch("t", 2, sampler=lambda _, __, it=returned: it, timeout=1)  # type: ignore[arg-type]
     assert len(part.fetch("t", 2, sampler=lambda candidates, n: candidates[:n])) == 2
 
 

@@ -57,8 +57,8 @@ from ..wire.steps import Exchange, Steps, Together, expect
 from .servers import Servers
 from .slabs import SMALL
 
-type Choose = Callable[[Sequence[Candidate], int], Sequence[int]]
-"""A user's own sampler: from the samples that are ready, in order, and the batch size, the ids to lease."""
+type Choose = Callable[[Sequence[Candidate], int], Sequence[int] | Sequence[Candidate]]
+"""A user's own sampler: from the samples that are ready, in order, and the batch size, those to lease."""
 
 
 class Ranks(TypedDict, total=False):
@@ -144,9 +144,7 @@ class PartitionCalls:
         deadline = time.monotonic() + timeout
         rows, plans = plan_fields(fields, shared)
         if isinstance(groups, str):
-            raise InvalidArgument(
-                f"groups is {groups!r}; give a key for each sample, [{groups!r}] * {rows}"
-            )
+            raise InvalidArgument(f"groups is {groups!r}; give a key for each sample, [{groups!r}] * {rows}")
         keys = None if groups is None else [None if key is None else str(key) for key in groups]
         if keys is not None and len(keys) != rows:
             raise InvalidArgument(f"{len(keys)} groups for {rows} samples; give each sample a key, or None")
