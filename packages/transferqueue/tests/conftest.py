@@ -3,6 +3,7 @@ import secrets
 import select
 import socket
 import time
+import urllib.request
 from collections.abc import Buffer, Callable, Iterator
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import transferqueue as tq
 import zmq
 from msgspec.structs import replace
+from transferqueue.introspection.endpoint import serve_metrics
 from transferqueue.values import frame
 from transferqueue.values.block import block_nbytes, write_block
 from transferqueue.values.encode import plan_fields
@@ -242,3 +244,43 @@ class Block:
 @pytest.fixture
 def block() -> Block:
     return Block()
+
+
+@pytest.fixture
+def free_port() -> Callable[[], int]:
+    """A port that nobody listens on."""
+
+    def find() -> int:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            return probe.getsockname()[1]
+
+    return find
+
+
+@pytest.fixture
+def endpoint(store: tq.Server) -> Iterator[str]:
+    """Where the metrics of the module's store are served."""
+    pytest.importorskip("prometheus_client")
+    with serve_metrics(store, port=0) as server:
+        yield server.url
+
+
+@pytest.fixture
+def scraped() -> Callable[[str], dict[tuple[str, frozenset[tuple[str, str]]], float]]:
+    """Scrapes a URL: all samples, by name and labels, as prometheus_client reads them."""
+    parser = pytest.importorskip("prometheus_client.parser")
+
+    def scrape(url: str) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+        with urllib.request.urlopen(url, timeout=20) as answer:
+            text = answer.read().decode()
+        found: dict[tuple[str, frozenset[tuple[str, str]]], float] = {}
+        for family in parser.text_string_to_metric_families(text):
+            assert family.documentation
+            for sample in family.samples:
+                key = (sample.name.removeprefix("transferqueue_"), frozenset(sample.labels.items()))
+                assert key not in found
+                found[key] = sample.value
+        return found
+
+    return scrape

@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from socketserver import TCPServer, ThreadingMixIn
 from types import TracebackType
 from typing import Any
@@ -21,6 +22,8 @@ from .reader import OnChange, SharedReading, StatsReader
 
 _MOST_CONNECTIONS = 32
 _IDLE_SECONDS = 5.0
+_REQUEST_SECONDS = 5.0  # for a whole request to arrive; a peer that sends a byte now and then is never idle
+_GONE_SECONDS = 1.0  # for one that was hung up on to be gone
 _OF_THE_PROGRAM = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD}
 """Signals that a program may wait for, and would miss if a thread of ours took them."""
 
@@ -123,12 +126,19 @@ def _source(
 class _Handler(WSGIRequestHandler):
     timeout = _IDLE_SECONDS
 
+    def parse_request(self) -> bool:
+        parsed = super().parse_request()
+        assert isinstance(self.server, _HttpServer)
+        self.server.heard(self.request)
+        return parsed
+
     def log_message(self, format: str, *args: Any) -> None:
         """A scrape is no event."""
 
 
 class _HttpServer(ThreadingMixIn, WSGIServer):
-    """Answers each connection in a thread, which `server_close` joins.
+    """Answers each connection in a thread, which `server_close` joins. Whoever takes long to say what it
+    wants has to go when its time is over, or when there are too many and another comes.
 
     prometheus_client's own server leaves its threads, and keeps one for every peer that is silent.
     """
@@ -140,7 +150,9 @@ class _HttpServer(ThreadingMixIn, WSGIServer):
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         self.address_family = found[0][0]
         self._host = host
+        self._changed = threading.Condition()
         self._connections: set[Any] = set()
+        self._unheard: dict[Any, float] = {}  # those whose request has not arrived: since when, oldest first
         super().__init__((host, port), _Handler)
         self.set_app(application)
 
@@ -150,14 +162,43 @@ class _HttpServer(ThreadingMixIn, WSGIServer):
         self.setup_environ()
 
     def verify_request(self, request: Any, client_address: Any) -> bool:
-        return len(self._connections) < _MOST_CONNECTIONS
+        with self._changed:
+            if len(self._connections) >= _MOST_CONNECTIONS:
+                oldest = next(iter(self._unheard), None)
+                if oldest is None:
+                    return False
+                self._hang_up(oldest)
+                self._changed.wait_for(lambda: len(self._connections) < _MOST_CONNECTIONS, _GONE_SECONDS)
+            return len(self._connections) < _MOST_CONNECTIONS
+
+    def service_actions(self) -> None:
+        """Hangs up on those whose time is over. `serve_forever` calls it every half second."""
+        with self._changed:
+            for request, since in list(self._unheard.items()):
+                if time.monotonic() - since >= _REQUEST_SECONDS:
+                    self._hang_up(request)
+
+    def _hang_up(self, request: Any) -> None:
+        del self._unheard[request]
+        with suppress(OSError):  # it is over already
+            request.shutdown(socket.SHUT_RDWR)  # its thread reads the end, and closes it
+
+    def heard(self, request: Any) -> None:
+        """Its request has arrived."""
+        with self._changed:
+            self._unheard.pop(request, None)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        self._connections.add(request)
+        with self._changed:
+            self._connections.add(request)
+            self._unheard[request] = time.monotonic()
         super().process_request(request, client_address)
 
     def shutdown_request(self, request: Any) -> None:
-        self._connections.discard(request)
+        with self._changed:
+            self._connections.discard(request)
+            self._unheard.pop(request, None)
+            self._changed.notify_all()
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
@@ -166,9 +207,8 @@ class _HttpServer(ThreadingMixIn, WSGIServer):
             super().handle_error(request, client_address)
 
     def server_close(self) -> None:
-        for connection in list(self._connections):
-            try:
-                connection.shutdown(socket.SHUT_RD)  # the silent ones end at once
-            except OSError:
-                continue  # it is over already
+        with self._changed:
+            for connection in self._connections:
+                with suppress(OSError):  # it is over already
+                    connection.shutdown(socket.SHUT_RD)  # the silent ones end at once
         super().server_close()
