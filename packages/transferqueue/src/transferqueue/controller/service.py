@@ -302,6 +302,8 @@ class ControllerService:
             case Snapshot() | Restore() if not call.local:
                 # It names a folder of this host: who is on it can write there anyway.
                 raise Unauthorized("snapshots are taken and restored by clients on the host of the store")
+            case Snapshot() | Restore() if self._awaits_unit(call, now):
+                pass
             case Snapshot(folder):
                 self._snapshots.take(call, Path(folder))
             case Restore(folder):

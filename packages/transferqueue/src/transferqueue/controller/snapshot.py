@@ -1,59 +1,26 @@
 """Snapshots: unconsumed samples and what tasks have done, in a folder, while the store goes on; and back."""
 
-import os
-import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from ..errors import Corrupt, Full, InvalidArgument, QueueError, StorageLost, named
+from ..errors import Corrupt, Full, InvalidArgument, QueueError, StorageLost, Timeout, named
 from ..wire.messages import Done, Load, Range, Save
 from ..wire.node import Call
 from . import events
 from .blocks import Block, Grant
-from .journal import read_whole, write_whole
 from .memory import Memory
 from .recovery import load
 from .shelves import Shelves
+from .snapshot_folder import SavedBlock, Target, read
 from .units import Units
 
-FORMAT = 1
-_MANIFEST = "manifest"
 _AT_ONCE = 8 << 20  # bytes that a unit copies between two looks at what else it has to do
-
-
-class SavedBlock(msgspec.Struct, frozen=True, array_like=True):
-    """Where a block lies in a snapshot, and the XXH3 of it."""
-
-    block: int
-    file: int
-    at: int
-    sum: int
-
-
-class Manifest(msgspec.Struct, frozen=True, array_like=True):
-    """What a snapshot is: written last, so that a folder without one is none.
-
-    Attributes:
-        format: of this message.
-        files: names of the files of payload.
-        state: an encoded `StoreState` without memory, grants or clients.
-    """
-
-    format: int
-    files: list[str]
-    blocks: list[SavedBlock]
-    state: bytes
-
-
-_encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(Manifest).decode
 
 
 @dataclass
@@ -61,16 +28,24 @@ class _Copying:
     """Blocks on their way between arenas and files, some at a time for each unit.
 
     Attributes:
+        call: who waits for it, if anybody has to.
         todo: per unit: (file, byte in it, number and place of each block).
         under_way: units that are copying.
         done: called with the first error, or None, when nothing is under way any more.
     """
 
+    call: Call | None
     todo: dict[int, deque[tuple[int, int, list[tuple[int, Range]]]]]
     done: Callable[[QueueError | None], None]
     under_way: set[int] = field(default_factory=set)
     error: QueueError | None = None
     saved: list[SavedBlock] = field(default_factory=list)
+
+    def next(self, unit: int) -> tuple[int, int, list[tuple[int, Range]]] | None:
+        """What a unit is to copy next; None where it has nothing more to do, or nobody waits any more."""
+        if self.call is not None and (self.call.answered or time.monotonic() > self.call.deadline):
+            self.error = self.error or Timeout("the copy took longer than its client waited")
+        return None if self.error is not None or not self.todo[unit] else self.todo[unit].popleft()
 
 
 class Snapshots:
@@ -102,55 +77,49 @@ class Snapshots:
         """Copies what is there now to a folder, and answers when it is whole.
 
         Raises:
-            InvalidArgument: the folder holds something else.
+            InvalidArgument: the folder cannot be written, holds something else, or gets a snapshot already.
             StorageLost: there is no storage unit to copy.
         """
-        earlier = _prepare(folder)
         units = self._units.answering()
         if not units:
             raise StorageLost("no storage unit answers", unit=-1, address="")
         state = self._whole()
+        target = Target(folder, len(units))
         blocks = [block for block in self._memory.blocks.values() if block.living]
         for block in blocks:
             block.pins += 1  # until it is copied
-        token = secrets.token_hex(4)
-        files = [f"payload-{token}-{number}" for number in range(len(units))]
 
         def done(error: QueueError | None) -> None:
             for block in blocks:
                 self._memory.let_go(block)
             if error is None:
-                try:
-                    manifest = Manifest(FORMAT, files, copying.saved, state)
-                    write_whole(folder / _MANIFEST, _encode(manifest))
-                except OSError as failure:
-                    error = _full(folder, failure)
-            for name in files if error is not None else earlier:
-                with suppress(FileNotFoundError):
-                    (folder / name).unlink()
+                error = target.finish(copying.saved, state)
+            else:
+                target.give_up()
             _answer(call, error)
 
-        copying = _Copying(_shared(units, blocks), done)
+        copying = _Copying(call, _shared(units, blocks), done)
         for unit in units:
-            self._save_next(copying, unit, folder, files)
+            self._save_next(copying, unit, target)
         self._end_if_done(copying)
 
-    def _save_next(self, copying: _Copying, unit: int, folder: Path, files: Sequence[str]) -> None:
-        if copying.error is not None or not copying.todo[unit]:
+    def _save_next(self, copying: _Copying, unit: int, target: Target) -> None:
+        piece = copying.next(unit)
+        if piece is None:
             return
-        file, at, some = copying.todo[unit].popleft()
-        path = folder / files[file]
+        file, at, some = piece
+        path = target.folder / target.files[file]
 
         def saved(error: str, values: dict[str, Any]) -> None:
             copying.under_way.discard(unit)
             if error:
-                copying.error = copying.error or _failure(error, values, unit, folder)
+                copying.error = copying.error or _failure(error, values, unit, target.folder)
             else:
                 position = at
                 for (number, where), digest in zip(some, values["sums"], strict=True):
                     copying.saved.append(SavedBlock(number, file, position, digest))
                     position += where.stop - where.start
-                self._save_next(copying, unit, folder, files)
+                self._save_next(copying, unit, target)
             self._end_if_done(copying)
 
         copying.under_way.add(unit)
@@ -177,7 +146,7 @@ class Snapshots:
             Corrupt: it was changed, or is not all there.
             StorageLost: there is no storage unit to copy.
         """
-        manifest, state = _read(folder)
+        manifest, state = read(folder)
         self._check_empty()
         units = self._units.answering()
         if not units:
@@ -215,7 +184,7 @@ class Snapshots:
             end = one.at + nbytes
         for turn, piece in enumerate(pieces):
             todo[units[turn % len(units)]].append(piece)
-        copying = _Copying(todo, finish)
+        copying = _Copying(call, todo, finish)
         for unit in units:
             self._load_next(copying, unit, folder, manifest.files, digests)
         self._end_if_done(copying)
@@ -223,9 +192,10 @@ class Snapshots:
     def _load_next(
         self, copying: _Copying, unit: int, folder: Path, files: Sequence[str], digests: dict[int, int]
     ) -> None:
-        if copying.error is not None or not copying.todo[unit]:
+        piece = copying.next(unit)
+        if piece is None:
             return
-        file, at, some = copying.todo[unit].popleft()
+        file, at, some = piece
 
         def loaded(error: str, values: dict[str, Any]) -> None:
             copying.under_way.discard(unit)
@@ -279,43 +249,6 @@ def _no_arena(number: int, nbytes: int) -> int:
     raise Corrupt(f"a snapshot names arena {number}")
 
 
-def _prepare(folder: Path) -> list[str]:
-    """Makes the folder; returns the payload files of the snapshot that is there, if one is."""
-    if not folder.is_absolute():
-        raise InvalidArgument(f"no snapshot can be written to {folder}: the path is not absolute")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        names = sorted(path.name for path in folder.iterdir())
-    except (OSError, ValueError) as error:  # ValueError: a name with a null byte
-        raise InvalidArgument(f"no snapshot can be written to {folder}: {error}") from error
-    foreign = [name for name in names if name != _MANIFEST and not name.startswith("payload-")]
-    if foreign or (names and _MANIFEST not in names):
-        raise InvalidArgument(
-            f"{folder} holds something that is no snapshot ({(foreign or names)[0]}); name an empty folder"
-        )
-    return [name for name in names if name != _MANIFEST]
-
-
-def _read(folder: Path) -> tuple[Manifest, events.StoreState]:
-    path = folder / _MANIFEST
-    try:
-        if not path.is_file():
-            raise InvalidArgument(f"{folder} is no snapshot: it has no {_MANIFEST}")
-        content = read_whole(path)
-    except (OSError, ValueError) as error:  # ValueError: a name with a null byte
-        if isinstance(error, InvalidArgument):
-            raise
-        raise InvalidArgument(f"{folder} cannot be read: {error}") from error
-    try:
-        manifest = _decode(content)
-        state = events.decode_state(manifest.state)
-    except msgspec.DecodeError as error:
-        raise Corrupt(f"{path} is of another version of transferqueue ({error})") from error
-    if (manifest.format, state.format) != (FORMAT, events.FORMAT):
-        raise Corrupt(f"{path} has format {manifest.format}, where {FORMAT} is known")
-    return manifest, state
-
-
 def _shared(
     units: Sequence[int], blocks: Iterable[Block]
 ) -> dict[int, deque[tuple[int, int, list[tuple[int, Range]]]]]:
@@ -339,10 +272,6 @@ def _failure(error: str, values: dict[str, Any], unit: int, folder: Path) -> Que
     if kind:
         return named(kind, error, {})
     return StorageLost(f"{error} while it copied a snapshot; try again", unit=unit, address="")
-
-
-def _full(folder: Path, error: OSError) -> Full:
-    return Full(f"the snapshot in {folder} could not be finished: {os.strerror(error.errno or 0)}")
 
 
 def _answer(call: Call, error: QueueError | None) -> None:
