@@ -6,6 +6,7 @@ from ..errors import Full, QueueError
 from ..wire.messages import Admit, Admitted
 from ..wire.node import Call
 from .fetches import lease_seconds
+from .puts import check_int64
 from .shelves import Shelf, Shelves
 from .timers import Timers
 
@@ -26,6 +27,7 @@ class Admissions:
             Closed: the partition is closed.
         """
         lease_seconds(body.seconds)
+        check_int64(body.version)
         shelf = self._shelves[body.partition]
         if any(not other.answered and _shelf_number(other) == shelf.number for other in self._waiting):
             admitted = False

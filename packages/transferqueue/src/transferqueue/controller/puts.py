@@ -8,7 +8,7 @@ from typing import Any
 from ..errors import Full, InvalidArgument, QueueError, StorageLost, Timeout, TooLarge
 from ..ids import MAX_SERIAL, first_id
 from ..scheduling.partition import Partition
-from ..scheduling.samples import Row
+from ..scheduling.samples import MAX_LENGTH, Row
 from ..wire.messages import (
     Commit,
     Committed,
@@ -87,9 +87,8 @@ class Puts:
         partition.check_open()
         partition.check_schema(body.specs)
         partition.check_groups(body.groups or (), body.group_sizes)
-        _check_counts(body.rows, body.nbytes)
+        _check_counts(body.rows, body.nbytes, _positive(body.span))
         check_sizes(body.group_sizes.values())
-        _positive(body.span)
         self._shelves.check_size(shelf, body.rows, body.nbytes)
         if self._must_wait(shelf, body.rows, body.nbytes, body.ticket):
             self._wait(call, shelf)
@@ -170,16 +169,17 @@ class Puts:
     def commit(self, call: Call, body: Commit | CommitUpdate) -> None:
         shelf = self._shelves[body.partition]
         if isinstance(body, Commit):
-            _check_counts(body.rows, body.nbytes, least=1)
+            _check_counts(body.rows, body.nbytes, body.range.stop - body.range.start, least=1)
             check_sizes(body.group_sizes.values())
-            for values in (body.versions, body.priorities, body.lengths):
-                check_int64(values, body.rows)
+            check_int64(body.versions, body.rows)
+            check_int64(body.priorities, body.rows)
+            _check_lengths(body.lengths, body.rows)
             if body.groups is not None:
                 _each(body.groups, body.rows)
         else:
-            _check_counts(len(body.ids), body.nbytes, least=1)
+            _check_counts(len(body.ids), body.nbytes, body.range.stop - body.range.start, least=1)
             if body.lengths is not None:
-                check_int64(body.lengths, len(body.ids))
+                _check_lengths(body.lengths, len(body.ids))
         grant = self._memory.name(body.range, call.session.number)
         where = (body.range.start, body.range.stop)
         if grant.unit is not None and where not in grant.written:
@@ -339,15 +339,27 @@ class Puts:
         partition = shelf.partition
         call.fail(
             Full(
-                f"partition {partition.name!r} left no room until the deadline: it holds "
-                f"{len(partition.samples)} samples of at most {shelf.max_samples} and "
-                f"{partition.nbytes} bytes of at most {shelf.max_bytes} (whole store: "
-                f"{self._shelves.max_bytes}); consume faster or raise the limits",
+                f"partition {partition.name!r} left no room until the deadline: {self._held(shelf)}; consume "
+                "faster or raise the limits",
                 partition=partition.name,
             )
         )
         self._forget_waiting(call)
         self.room_made = True  # smaller puts behind it may fit
+
+    def _held(self, shelf: Shelf) -> str:
+        """What takes up the room, by the limits there are."""
+        partition, store = shelf.partition, self._shelves
+        said: list[str] = []
+        if shelf.max_samples is not None:
+            promised = partition.admission.promised
+            tickets = f" and {promised} promised to tickets (put with ticket=...)" if promised else ""
+            said.append(f"{len(partition.samples)} samples{tickets} of at most {shelf.max_samples}")
+        if shelf.max_bytes is not None:
+            said.append(f"{partition.nbytes} bytes of at most {shelf.max_bytes}")
+        if store.max_bytes is not None:
+            said.append(f"{store.nbytes} bytes in the whole store of at most {store.max_bytes}")
+        return "it holds " + ", ".join(said)
 
     def _check_still_open(self, call: Call, shelf: Shelf) -> None:
         if shelf.partition.closed:
@@ -429,15 +441,15 @@ def check_sizes(sizes: Iterable[int]) -> None:
             raise InvalidArgument(f"a group of {size} members")
 
 
-def _check_counts(rows: int, nbytes: int, least: int = 0) -> None:
+def _check_counts(rows: int, nbytes: int, span: int, least: int = 0) -> None:
     if rows > _MAX_ROWS:
         raise TooLarge(
             f"a put of {rows} samples; at most {_MAX_ROWS} go at once, put the rest after them",
             nbytes=rows,
             limit=_MAX_ROWS,
         )
-    if rows < least or not 0 <= nbytes < _INT64:
-        raise InvalidArgument(f"a put of {rows} rows and {nbytes} bytes")
+    if rows < least or not 0 <= nbytes <= span:
+        raise InvalidArgument(f"a put of {rows} rows and {nbytes} bytes in {span} bytes of memory")
 
 
 def check_int64(values: Sequence[int] | int, rows: int = 1) -> None:
@@ -447,7 +459,21 @@ def check_int64(values: Sequence[int] | int, rows: int = 1) -> None:
     elif len(values) != rows:
         raise InvalidArgument(f"{len(values)} values for {rows} samples")
     if not -_INT64 <= min(values) <= max(values) < _INT64:
-        raise InvalidArgument("a version, priority or length is beyond 64 bits")
+        raise InvalidArgument("a version or priority is beyond 64 bits")
+
+
+def _check_lengths(values: Sequence[int] | int, rows: int) -> None:
+    """They are added up: over a group, over a batch."""
+    if isinstance(values, int):
+        values = (values,)
+    elif len(values) != rows:
+        raise InvalidArgument(f"{len(values)} lengths for {rows} samples")
+    for value in (min(values), max(values)):
+        if not 0 <= value < MAX_LENGTH:
+            raise InvalidArgument(
+                f"a sample of length {value}; the length_field of a sample has to say between 0 and "
+                f"{MAX_LENGTH - 1}"
+            )
 
 
 def _positive(span: int) -> int:

@@ -18,6 +18,8 @@ from .samples import Candidate, Lease, Row, Sample
 from .tasks import Task
 from .wanted import Wanted
 
+_MAX_ADMITTED = 1 << 31  # samples of one admission where a partition has no limit
+
 
 class Partition(Book):
     """All samples of one partition and what every task may do with them.
@@ -84,10 +86,11 @@ class Partition(Book):
                 clock.
         """
         self.check_open()
-        if samples < 1 or (self.max_samples is not None and samples > self.max_samples):
+        most = _MAX_ADMITTED if self.max_samples is None else self.max_samples
+        if not 1 <= samples <= most:
             raise InvalidArgument(
-                f"admission of {samples} samples to partition {self.name!r}, which holds at most "
-                f"{self.max_samples}; ask for fewer"
+                f"admission of {samples} samples to partition {self.name!r}, which holds at most {most}; ask "
+                "for fewer"
             )
         check_version(self.name, version, self.clock, self.max_staleness)
         if not self.fits(samples):

@@ -24,14 +24,21 @@ from .events import (
     Watched,
 )
 from .partition import Partition
+from .samples import MAX_LENGTH, MAX_NBYTES, within
 
 
 def apply(partition: Partition, event: Event, now: float) -> None:
     """Repeats a change. The partition must be in the state in which the event was recorded."""
     match event:
         case Put(rows, specs, sizes, ticket):
+            for row in rows:
+                row.nbytes = within(row.nbytes, MAX_NBYTES)
+                row.length = within(row.length, MAX_LENGTH)
             partition.put(rows, specs, sizes, now, ticket)
         case Updated(ids, specs, nbytes, lengths, places):
+            nbytes = [within(more, MAX_NBYTES) for more in nbytes]
+            if lengths is not None:
+                lengths = [within(length, MAX_LENGTH) for length in lengths]
             partition.update(ids, specs, nbytes, lengths, places)
         case Leased(lease, task, ids, owner, seconds):
             samples = partition.known(ids)

@@ -8,6 +8,9 @@ import msgspec
 
 from .groups import Group
 
+MAX_LENGTH = 1 << 40  # of one sample; sums of it, over however many, stay within 64 bits
+MAX_NBYTES = 1 << 40  # of one sample
+
 
 class Row(msgspec.Struct, array_like=True):
     """What a put says about one sample.
@@ -53,6 +56,11 @@ class Sample(msgspec.Struct, gc=False, eq=False):
     acked: int = 0
     queued: int = 0
     holds: int = 0
+
+
+def within(value: int, limit: int) -> int:
+    """The nearest of what a put may say: an old journal may hold what is refused now."""
+    return min(max(value, 0), limit - 1)
 
 
 def missing(samples: Iterable[Sample], mask: int) -> list[int]:

@@ -13,7 +13,7 @@ from ..values.columns import FieldSpec
 from .groups import Group
 from .loans import Loan
 from .rounds import Part, Round, Series
-from .samples import Sample
+from .samples import MAX_LENGTH, MAX_NBYTES, Sample, within
 from .wanted import Wanted
 
 if TYPE_CHECKING:
@@ -279,11 +279,12 @@ def fill(partition: "Partition", state: PartitionState, now: float) -> None:
         partition.put_bytes_total,
         partition.updated_total,
         partition.dropped_total,
-    ) = state.totals
+    ) = (within(total, 1 << 62) for total in state.totals)
     for g in state.groups:
         partition.groups[g.key] = Group(
-            g.key, list(g.tally), {}, g.arrived, g.size, g.alive, g.order, g.priority, g.version, g.length
-        )
+            g.key, list(g.tally), {}, g.arrived, g.size, g.alive, g.order, g.priority, g.version,
+            within(g.length, 1 << 62),
+        )  # fmt: skip
     held = _fill_samples(partition, state, later)
     for task_state in state.tasks:
         task = partition.tasks[task_state.name]
@@ -322,9 +323,9 @@ def _fill_samples(partition: "Partition", state: PartitionState, later: float) -
             s.priority,
             s.version,
             group,
-            s.nbytes,
+            within(s.nbytes, MAX_NBYTES),
             s.written,
-            s.length,
+            within(s.length, MAX_LENGTH),
             s.born + later,
             list(s.places),
             acked=s.acked,
@@ -333,7 +334,7 @@ def _fill_samples(partition: "Partition", state: PartitionState, later: float) -
             held[s.id] = sample
             continue
         partition.samples[s.id] = sample
-        partition.nbytes += s.nbytes
+        partition.nbytes += sample.nbytes
         if group is not None:
             group.ids[s.id] = None
     return held
