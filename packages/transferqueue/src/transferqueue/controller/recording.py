@@ -3,6 +3,7 @@
 import errno
 import os
 import struct
+import time
 from collections.abc import Callable
 
 from ..errors import Full
@@ -10,6 +11,7 @@ from ..scheduling.events import Event
 from ..wire.messages import (
     Ack,
     Admit,
+    Announce,
     CloseGroup,
     ClosePartition,
     Commit,
@@ -21,11 +23,15 @@ from ..wire.messages import (
     FetchChosen,
     Nack,
     OpenPartition,
+    Reply,
+    Report,
     RequestBody,
     Reserve,
     ReserveUpdate,
     Restore,
     TakeSlab,
+    Written,
+    encoder,
 )
 from ..wire.node import Answered, Call, Node, Session
 from . import events
@@ -42,6 +48,7 @@ _KEPT = (
     Commit, Fetch, Ack, CommitUpdate, TakeSlab, Reserve, ReserveUpdate, Nack, Extend, Drop, CloseGroup,
     FetchChosen, Admit,
 )  # fmt: skip
+_OF_UNITS = (Announce, Written, Report)
 _GROWS = (Commit, CommitUpdate, TakeSlab, Reserve, ReserveUpdate, OpenPartition, Admit, Restore)
 _CHANGES = (*_GROWS, Fetch, FetchChosen, Ack, Nack, Extend, Drop, CloseGroup, ClosePartition)
 
@@ -64,6 +71,7 @@ class Recording:
         self._shelves = shelves
         self._memory = memory
         self._items: list[bytes] = []
+        self._begun = 0
         self._arenas: set[int] = set()
         self.clients: dict[int, Client] = {}
         self.rewrite_due = False
@@ -129,6 +137,23 @@ class Recording:
             self.clients[session.number].answers.pop(request, None)
         self._items.append(events.encode(events.Voided(session.number, request)))
 
+    def fatal(self, call: Call, error: Exception) -> None:
+        if isinstance(call.body, _OF_UNITS) or self.rewrite_due or self._node.held:
+            return
+        del self._items[self._begun :]  # half of what it was to do
+        failure = Failure(
+            "QueueError",
+            f"{type(call.body).__name__} ended the controller ({error!r}): nothing of it was done, and it is "
+            "not tried again; this is a fault of transferqueue, please report it",
+            {},
+        )
+        session = call.session
+        self.clients.pop(session.number, None)
+        self._meet(session.number)  # that it was met may have been among them
+        encoded = encoder.encode(Reply(call.id, failure))
+        self._items.append(events.encode(events.Kept(session.number, session.low, call.id, encoded, -1, 0)))
+        self.write(time.monotonic())
+
     def gone(self, client: int) -> None:
         """A client will not come back."""
         if self.clients.pop(client, None) is not None:
@@ -142,7 +167,10 @@ class Recording:
     # -- the disk --------------------------------------------------------------------------------------------
 
     def check_room(self, body: RequestBody) -> None:
-        """Raises Full for a request whose effect might find no room on the disk."""
+        """Raises Full for a request whose effect might find no room on the disk. What is noted from now on is
+        of this request.
+        """
+        self._begun = len(self._items)
         full = self.journal.full
         if full is None:
             return

@@ -10,11 +10,11 @@ import secrets
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
-from ..errors import Malformed, ProtocolMismatch, QueueError, Timeout, TooLarge, Unauthorized
+from ..errors import InvalidArgument, Malformed, ProtocolMismatch, QueueError, Timeout, TooLarge, Unauthorized
 from ..ids import IdSet
 from .listeners import Connection, LocalListener, Poll, ZmqListener
 from .messages import (
@@ -24,6 +24,7 @@ from .messages import (
     PROTOCOL,
     ArenaHere,
     Cancel,
+    CheckFields,
     Chunk,
     Done,
     Failure,
@@ -39,55 +40,24 @@ from .messages import (
     ReplyBody,
     Request,
     RequestBody,
+    Snapshot,
     UnitAddress,
     Welcome,
     Write,
     decode_request,
     encoder,
 )
+from .roles import Ledger, Service
 
 log = logging.getLogger("transferqueue")
 
 _REPEATABLE = (Read, ReadStats, ReadLedger, IsClosed, ListCandidates)  # answered afresh: they change nothing
+_LOOKS = (Read, ReadStats, ReadLedger, IsClosed, CheckFields, Snapshot)  # what they fail at, they leave alone
 _MAX_SESSIONS = 10_000
 _MAX_DESCRIPTORS = 250  # beside one message; the system takes 253
 
 Arena = tuple[ArenaHere, int]
 """An arena to tell a local client of, and its descriptor."""
-
-
-class Service(Protocol):
-    """What a server part does with requests."""
-
-    def handle(self, call: "Call") -> None:
-        """Answers the call now, or keeps it and answers later. A QueueError it raises is the answer."""
-        ...
-
-    def more(self, call: "Call", body: Write, payload: Any) -> None:
-        """A further part of a request that waits for it."""
-        ...
-
-    def release(self, session: "Session", blocks: Sequence[int]) -> None:
-        """A client has let go of blocks."""
-        ...
-
-    def resume(self, session: "Session", pins: Sequence[int]) -> None:
-        """A client is connected (again) and says what it still looks at."""
-        ...
-
-    def leave(self, session: "Session") -> None:
-        """A client of this host said goodbye: it wants nothing more, but may still look at what it has."""
-        ...
-
-    def forget(self, session: "Session") -> None:
-        """A client of another host said goodbye, or a process is gone."""
-        ...
-
-    def settle(self, now: float) -> float | None:
-        """Does what has become due; returns when it next wants to be called, in monotonic seconds. What was
-        answered since the last call is sent after it.
-        """
-        ...
 
 
 class Answered:
@@ -117,19 +87,11 @@ class Answered:
         self.stays = stays
         self.pins = pins
         self.arenas = arenas
-        self.encoded = encoder.encode(Reply(number, body))
-
-
-class Ledger(Protocol):
-    """Keeps answers for longer than this process lives."""
-
-    def keep(self, call: "Call", answered: Answered) -> None:
-        """A request was answered."""
-        ...
-
-    def void(self, session: "Session", request: int) -> None:
-        """An answer was taken back; the request may come again as a new one."""
-        ...
+        try:
+            self.encoded = encoder.encode(Reply(number, body))
+        except OverflowError:
+            self.body = Failure("InvalidArgument", "the answer has a number that is beyond 64 bits", {})
+            self.encoded = encoder.encode(Reply(number, self.body))
 
 
 class Session:
@@ -406,6 +368,16 @@ class Node:
                     self._service.handle(call)
         except QueueError as error:
             call.fail(error)
+        except Exception as error:
+            # Half of it may be done, which no later request may see: this life ends. One that only looks, and
+            # was not answered, has done nothing.
+            if isinstance(call.body, _LOOKS) and not call.answered:
+                log.warning("%s could not be answered", type(call.body).__name__, exc_info=True)
+                call.fail(InvalidArgument(f"{type(call.body).__name__} cannot be answered: {error!r}"))
+                return
+            if self.ledger is not None:
+                self.ledger.fatal(call, error)
+            raise
 
     def _more(self, session: Session, number: int, body: Write, payload: Any) -> None:
         call = session.waiting.get(number)
@@ -525,6 +497,9 @@ class Node:
         session = call.session
         session.waiting.pop(call.id, None)
         answered = Answered(call.id, body, call.undo, call.stays, call.pins, call.arenas)
+        if answered.body is not body and call.undo is not None:  # it cannot be told
+            answered.undo = None
+            call.undo()
         limit = MAX_BODY_BYTES if call.local else MAX_FRAME_BYTES
         if len(answered.encoded) > limit:  # the client would take it for nonsense, and hang up
             if call.undo is not None:
