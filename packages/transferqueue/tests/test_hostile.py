@@ -470,7 +470,7 @@ _PLAIN = st.recursive(
 )
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     junk=st.binary(max_size=200) | _PLAIN.map(msgspec.msgpack.encode),
     frames=st.integers(1, 3),

@@ -179,10 +179,10 @@ OTHER_KEY = "rq:rM>}U?@Lns47E1%kR.o@n%FcmmsL/@{H8]yf7"
     [
         ("encrypted", "secret", "", "key"),
         ("encrypted", "secret", OTHER_KEY, "key"),
-        ("plain", "secret", OTHER_KEY, "key"),
+        pytest.param("plain", "secret", OTHER_KEY, "key", marks=pytest.mark.slow),
         ("encrypted", "wrong", None, "token"),
-        ("encrypted", "", None, "token"),
-        ("plain", "wrong", "", "token"),
+        pytest.param("encrypted", "", None, "token", marks=pytest.mark.slow),
+        pytest.param("plain", "wrong", "", "token", marks=pytest.mark.slow),
     ],
 )
 def test_a_wrong_key_or_token_is_refused_at_once(

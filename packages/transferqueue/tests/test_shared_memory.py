@@ -112,7 +112,7 @@ async def test_views_of_an_async_client_outlive_it_too(
 
 @pytest.mark.parametrize("transport", ["shm", "zmq"])
 def test_an_error_keeps_nothing_alive_that_its_caller_looks_at(
-    transport: str, store: tq.Server, queue: tq.Client, name: str
+    transport: str, store: tq.Server, queue: tq.Client, name: str, eventually: Eventually
 ) -> None:
     """It would, for a garbage collection long, if it and what it ended held each other."""
     part = queue.partition(name, tasks={"t": ["x"]})
@@ -134,7 +134,8 @@ def test_an_error_keeps_nothing_alive_that_its_caller_looks_at(
         gc.collect()
         gc.disable()
         try:
-            assert look(theirs)() is None
+            rows = look(theirs)
+            eventually(lambda: rows() is None)  # the thread that brought the error may not have let go yet
         finally:
             gc.enable()
 
@@ -258,7 +259,7 @@ def test_a_producer_killed_between_grant_and_commit_leaves_nothing(
     part.put(rows_of(4), timeout=0)
 
 
-@pytest.mark.parametrize("transport", ["shm", "zmq"])
+@pytest.mark.parametrize("transport", ["shm", pytest.param("zmq", marks=pytest.mark.slow)])
 def test_a_producer_that_was_stopped_past_its_deadline_writes_into_nobodys_memory(
     transport: str, store: tq.Server, queue: tq.Client, name: str
 ) -> None:
@@ -453,37 +454,32 @@ def test_clients_come_and_go_without_trace(connects: int, eventually: Eventually
         assert len(part.fetch("t", left, timeout=20)) == left
 
 
-def test_a_parked_fetch_lets_nothing_grow_behind_it(store: tq.Server, name: str) -> None:
+@pytest.mark.parametrize("transport", ["shm", pytest.param("zmq", marks=pytest.mark.slow)])
+def test_a_parked_fetch_lets_nothing_grow_behind_it(transport: str, store: tq.Server, name: str) -> None:
     """Neither in the controller, which must not keep the answers of its client, nor in the client."""
     controller = psutil.Process(store.processes[0].pid)
-    for transport in ("shm", "zmq"):
-        with tq.connect(store, transport=transport) as queue:
-            part = queue.partition(f"{name} {transport}", tasks={"t": ["x"], "never": ["y"]})
-            parked = threading.Thread(target=_parked, args=(part,))
-            parked.start()
-            keys = ["k" * 2_000 + str(row) for row in range(20)]
-            sizes = dict.fromkeys(keys, 1)
+    with tq.connect(store, transport=transport) as queue:
+        part = queue.partition(name, tasks={"t": ["x"], "never": ["y"]})
+        parked = threading.Thread(target=_parked, args=(part,))
+        parked.start()
+        keys = ["k" * 2_000 + str(row) for row in range(20)]
+        sizes = dict.fromkeys(keys, 1)
 
-            def turn(
-                count: int,
-                part: tq.Partition = part,
-                keys: list[str] = keys,
-                sizes: dict[str, int] = sizes,
-            ) -> None:
-                for _ in range(count):
-                    ids = part.put({"x": np.arange(20)}, groups=keys, group_sizes=sizes)
-                    part.fetch("t", 20).ack()
-                    part.drop(ids, "enough")
+        def turn(count: int) -> None:
+            for _ in range(count):
+                ids = part.put({"x": np.arange(20)}, groups=keys, group_sizes=sizes)
+                part.fetch("t", 20).ack()
+                part.drop(ids, "enough")
 
-            turn(60)
-            gc.collect()
-            before, own = measured(controller)[2], measured(psutil.Process())[2]
-            turn(200)  # answers of 40 KB each
-            assert measured(controller)[2] - before < 5e6
-            gc.collect()
-            assert measured(psutil.Process())[2] - own < 4e6
-        parked.join(20)
-        assert not parked.is_alive()
+        turn(60)
+        gc.collect()
+        before, own = measured(controller)[2], measured(psutil.Process())[2]
+        turn(200)  # answers of 40 KB each
+        assert measured(controller)[2] - before < 5e6
+        gc.collect()
+        assert measured(psutil.Process())[2] - own < 4e6
+    parked.join(20)
+    assert not parked.is_alive()
 
 
 def _parked(part: tq.Partition) -> None:
