@@ -171,7 +171,7 @@ def _submit(channel: Channel, exchanges: Sequence[Exchange], pending: list[Any])
 
 def _outcome(exchanges: Sequence[Exchange], error: QueueError) -> QueueError:
     if isinstance(exchanges, Together):
-        return error
+        return error.with_traceback(None)
     raise error
 
 
