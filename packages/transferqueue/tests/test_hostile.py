@@ -546,6 +546,29 @@ def test_no_client_of_another_host_names_a_folder_of_this_one(
                 run_steps(queue, [Exchange(calls.controller, Snapshot(folder), time.monotonic() + 20)])
 
 
+def test_what_is_added_up_cannot_go_beyond_64_bits(
+    queue: tq.Client, name: str, store: tq.Server, speak_locally: Speak, kind_of: Kind, tmp_path: Path
+) -> None:
+    part = queue.partition(name, tasks={"t": ["x"]}, length_field="n")
+    for length in (-1, 1 << 40, (1 << 63) - 1):
+        with pytest.raises(tq.InvalidArgument, match="length"):
+            part.put({"x": np.arange(3), "n": np.full(3, length)}, groups=["g"] * 3)
+    ids = part.put({"x": np.arange(3), "n": np.full(3, (1 << 40) - 1)}, groups=["g"] * 3)
+    with pytest.raises(tq.InvalidArgument, match="length"):
+        part.update(ids, {"n": np.full(3, -1)})
+    peer = speak_locally(store.local)
+    peer.hello()
+    most, number = (1 << 64) - 1, part._calls.number
+    wrong: list[Any] = [
+        messages.CloseGroup(number, "k", *sizes) for sizes in ((most, -(1 << 63)), (3, 4), (3, -1))
+    ]
+    wrong += [messages.Admit(number, *said, 1.0) for said in ((most, 1), (0, most), (0, 0))]
+    wrong.append(messages.Advance(number, most))
+    assert {kind_of(peer.ask(at, body)) for at, body in enumerate(wrong, start=1)} == {"InvalidArgument"}
+    queue.stats()
+    queue.snapshot(tmp_path / "snapshot")
+
+
 def run_steps(queue: tq.Client, exchanges: list[Exchange]) -> None:
     def steps() -> Any:
         yield exchanges

@@ -14,6 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 import transferqueue as tq
+from transferqueue.controller import events
+from transferqueue.controller.journal import Journal
+from transferqueue.scheduling.events import GroupClosed, Put
+from transferqueue.scheduling.samples import Row
 
 Eventually = Callable[[Callable[[], bool]], None]
 TASKS = {"t": ["x"]}
@@ -332,6 +336,82 @@ def test_random_deaths_of_the_controller_lose_nothing(server: tq.Server, kill: C
         assert len(acked) == len(set(acked))
         assert sorted(acked) == sorted(done) == sorted(part.ledger("t").acked)
         assert part.ledger("t").pending == []
+
+
+# -- what would end every life of a controller ---------------------------------------------------------------
+
+FAULTY = """
+from transferqueue.scheduling import book
+
+close_group, lag = book.Book.close_group, book.Book.lag
+
+def faulty_close_group(self, key, count, tombstones):
+    close_group(self, key, count, tombstones)
+    if key == "poison":
+        raise ZeroDivisionError("half done")
+
+def faulty_lag(self, task, now):
+    if self.name == "odd":
+        raise OverflowError("lag")
+    return lag(self, task, now)
+
+book.Book.close_group, book.Book.lag = faulty_close_group, faulty_lag
+"""
+
+
+@pytest.fixture
+def faulty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Servers that are started have faults."""
+    (tmp_path / "sitecustomize.py").write_text(FAULTY)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *filter(None, sys.path)]))
+
+
+def test_a_request_that_ends_the_controller_ends_it_once(folder: Path, faulty: None) -> None:
+    with tq.serve(1, journal=folder) as server, tq.connect(server, reconnect_seconds=60) as queue:
+        part = queue.partition("p", tasks=TASKS)
+        ids = part.put({"x": np.arange(3)})
+        controller = server.processes[0].pid
+        with pytest.raises(tq.QueueError, match="half done"):
+            part.close_group("poison", 2, timeout=60)
+        second = server.processes[0].pid
+        assert second != controller
+        # Nothing of it was kept: the group has no size.
+        more = part.put({"x": np.arange(3)}, groups=["poison"] * 3, group_sizes={"poison": 3})
+        with pytest.raises(tq.GroupMismatch):
+            part.close_group("poison", 2)
+        assert part.fetch("t", 6).ids.tolist() == [*ids, *more]
+        assert server.processes[0].pid == second
+        assert server.failure is None
+
+
+def test_what_only_looks_and_fails_is_refused(faulty: None) -> None:
+    with tq.serve(1) as server, tq.connect(server) as queue:
+        part = queue.partition("odd", tasks=TASKS)
+        part.put({"x": np.arange(3)})
+        with pytest.raises(tq.InvalidArgument, match="ReadStats cannot be answered"):
+            queue.stats()
+        assert len(part.fetch("t", 3)) == 3
+        assert server.failure is None
+
+
+def test_a_journal_with_numbers_that_are_refused_now_is_read(folder: Path, tmp_path: Path) -> None:
+    """Sums of them would be beyond 64 bits: nothing could be written any more."""
+    most = (1 << 63) - 1
+    with tq.serve(1, journal=folder) as server, tq.connect(server) as queue:
+        part = queue.partition("p", tasks=TASKS, length_field="x")
+        [first] = part.put({"x": [np.arange(2)]}).tolist()
+    journal = Journal(folder)
+    assert journal.recover() is not None
+    rows = [Row(first + number, "g", 0, 0, 1 << 62, most) for number in range(1000, 1005)]
+    changes = [Put(rows, {}, {"h": (1 << 64) - 1}, None), GroupClosed("k", (1 << 64) - 1, -(1 << 63))]
+    journal.write(events.encode(events.Turn(time.monotonic(), [events.Changed(0, one) for one in changes])))
+    journal.close()
+    for _ in range(2):
+        with tq.serve(1, journal=folder) as server, tq.connect(server) as queue:
+            part = queue.partition("p")
+            assert part.ledger("t").pending == [first, *range(first + 1000, first + 1005)]
+            assert queue.stats().partitions["p"].put_samples_total == 6
+            queue.snapshot(tmp_path / "snapshot")
 
 
 # -- a disk that is full -------------------------------------------------------------------------------------

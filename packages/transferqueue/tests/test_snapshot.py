@@ -1,7 +1,9 @@
 """Snapshots, taken while the store goes on, come back on another number of units."""
 
+import os
+import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -188,3 +190,132 @@ def test_the_command_takes_and_restores(folder: Path, capsys: pytest.CaptureFixt
     said = capsys.readouterr()
     assert str(folder) in said.out
     assert "no partition yet" in said.err
+
+
+# -- folders that cannot take one, and writers that do not come to an end ------------------------------------
+
+
+def test_no_folder_ends_the_controller(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no folder")
+    (tmp_path / "odd" / "manifest").mkdir(parents=True)
+    with tq.serve(1) as server, tq.connect(server) as queue:
+        part = queue.partition("p", tasks={"t": ["x"]})
+        part.put({"x": np.arange(3)})
+        for name in ("/tmp/a\0b", "/tmp/" + "a" * 5000, "/proc/none", tmp_path / "file", tmp_path / "odd"):
+            with pytest.raises(tq.InvalidArgument):
+                queue.snapshot(name)
+            with pytest.raises(tq.InvalidArgument):
+                queue.restore(name)
+        queue.snapshot(folder)
+        (folder / "payload-old").mkdir()
+        with pytest.raises(tq.InvalidArgument, match="payload-old"):
+            queue.snapshot(folder)
+        (folder / "payload-old").rename(folder / "payload-00000000-0")
+        with pytest.raises(tq.InvalidArgument, match="payload-00000000-0"):
+            queue.snapshot(folder)
+        assert part.fetch("t", 3)["x"].values.tolist() == [0, 1, 2]
+        assert server.failure is None
+
+
+@pytest.fixture
+def held_up(folder: Path) -> Iterator[tuple[tq.Server, tq.Client, threading.Thread, list[Any]]]:
+    """A store with a journal and 20 samples, one of whose units was stopped in the middle of a snapshot; the
+    thread takes it, and lists how it ends.
+    """
+    with (
+        tq.serve(2, journal=folder.parent / "journal") as server,
+        tq.connect(server, reconnect_seconds=60) as queue,
+    ):
+        part = queue.partition("p", tasks={"t": ["x"]})
+        for number in range(20):
+            part.put({"x": [np.full(100_000, number)]})
+        unit = server.processes[-1].pid
+        os.kill(unit, signal.SIGSTOP)
+        ended: list[Any] = []
+
+        def take() -> None:
+            try:
+                queue.snapshot(folder, timeout=60)
+                ended.append("whole")
+            except tq.QueueError as error:
+                ended.append(error)
+
+        thread = threading.Thread(target=take)
+        try:
+            yield server, queue, thread, ended
+        finally:
+            os.kill(unit, signal.SIGCONT)
+            thread.join(60)
+
+
+def numbers_in(folder: Path) -> list[int]:
+    """What a store that is restored from the folder holds."""
+    with tq.serve(1, restore=folder) as server, tq.connect(server) as queue:
+        part = queue.partition("p")
+        return [int(np.asarray(row)[-1]) for row in part.get(part.ledger("t").pending)["x"]]
+
+
+Eventually = Callable[[Callable[[], bool]], None]
+
+
+def test_a_second_snapshot_into_a_folder_is_refused_while_one_is_written(
+    folder: Path, held_up: Any, eventually: Eventually
+) -> None:
+    server, queue, thread, ended = held_up
+    thread.start()
+    eventually(lambda: any(folder.glob("payload-*")))
+    with pytest.raises(tq.InvalidArgument, match="another snapshot is being written"):
+        queue.snapshot(folder.parent / "journal" / ".." / folder.name)
+    with (
+        tq.serve(1) as other,
+        tq.connect(other) as stranger,
+        pytest.raises(tq.InvalidArgument, match="another snapshot is being written"),
+    ):
+        stranger.snapshot(folder)
+    os.kill(server.processes[-1].pid, signal.SIGCONT)
+    thread.join(60)
+    assert ended == ["whole"]
+    assert numbers_in(folder) == list(range(20))
+
+
+def test_a_snapshot_that_nobody_waits_for_ends_and_leaves_the_one_before(
+    folder: Path, eventually: Eventually
+) -> None:
+    with tq.serve(2) as server, tq.connect(server) as queue:
+        part = queue.partition("p", tasks={"t": ["x"]})
+        for number in range(20):
+            part.put({"x": [np.full(100_000, number)]})
+        queue.snapshot(folder)
+        before = sorted(folder.iterdir())
+        part.drop(part.ledger("t").pending[:10], "past")
+        unit = server.processes[-1].pid
+        os.kill(unit, signal.SIGSTOP)
+        try:
+            with pytest.raises(tq.Timeout):
+                queue.snapshot(folder, timeout=0.5)
+        finally:
+            os.kill(unit, signal.SIGCONT)
+        eventually(lambda: sorted(folder.iterdir()) == before)
+        assert numbers_in(folder) == list(range(20))
+        queue.snapshot(folder)
+        assert numbers_in(folder) == list(range(10, 20))
+
+
+def test_a_snapshot_whose_writer_was_killed_is_begun_anew(
+    folder: Path, held_up: Any, eventually: Eventually
+) -> None:
+    server, queue, thread, ended = held_up
+    folder.mkdir()
+    for name in ("payload-0123abcd-7", "manifest.tmp"):
+        (folder / name).write_bytes(b"left by one that died")
+    thread.start()
+    eventually(lambda: len(list(folder.glob("payload-*"))) > 0 and not (folder / "manifest.tmp").exists())
+    server.processes[0].kill()
+    server.processes[0].wait(20)
+    os.kill(server.processes[-1].pid, signal.SIGCONT)
+    thread.join(60)
+    assert ended == ["whole"]
+    assert numbers_in(folder) == list(range(20))
+    queue.snapshot(folder)  # takes away what a unit may have written for the one that was killed
+    assert len(list(folder.iterdir())) <= 3  # the manifest, and a file of each unit
+    assert numbers_in(folder) == list(range(20))

@@ -128,6 +128,10 @@ def test_requests_with_senseless_numbers_are_refused(
             (replace(commit, versions=1 << 63), "InvalidArgument"),
             (replace(commit, priorities=[1, 2, (1 << 64) - 1]), "InvalidArgument"),
             (replace(commit, lengths=[]), "InvalidArgument"),
+            (replace(commit, lengths=-1), "InvalidArgument"),
+            (replace(commit, lengths=[0, 1, 1 << 40]), "InvalidArgument"),  # they are added up
+            (replace(commit, nbytes=block.nbytes + 1), "InvalidArgument"),
+            (replace(commit, group_sizes={"g": 1 << 31}), "InvalidArgument"),
             (replace(commit, groups=["g"]), "InvalidArgument"),
             (replace(commit, range=Range(12345, 0, 0, 64)), "InvalidArgument"),
             (replace(update, nbytes=-1), "InvalidArgument"),

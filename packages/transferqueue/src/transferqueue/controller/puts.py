@@ -8,7 +8,7 @@ from typing import Any
 from ..errors import Full, InvalidArgument, QueueError, StorageLost, Timeout, TooLarge
 from ..ids import MAX_SERIAL, first_id
 from ..scheduling.partition import Partition
-from ..scheduling.samples import MAX_LENGTH, Row
+from ..scheduling.samples import MAX_LENGTH, MAX_MEMBERS, Row
 from ..wire.messages import (
     Commit,
     Committed,
@@ -437,7 +437,7 @@ def _shelf_number(call: Call) -> int:
 def check_sizes(sizes: Iterable[int]) -> None:
     """Of groups."""
     for size in sizes:
-        if not 0 <= size < 1 << 31:
+        if not 0 <= size < MAX_MEMBERS:
             raise InvalidArgument(f"a group of {size} members")
 
 

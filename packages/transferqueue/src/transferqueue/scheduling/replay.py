@@ -24,7 +24,7 @@ from .events import (
     Watched,
 )
 from .partition import Partition
-from .samples import MAX_LENGTH, MAX_NBYTES, within
+from .samples import MAX_LENGTH, MAX_MEMBERS, MAX_NBYTES, within
 
 
 def apply(partition: Partition, event: Event, now: float) -> None:
@@ -34,6 +34,7 @@ def apply(partition: Partition, event: Event, now: float) -> None:
             for row in rows:
                 row.nbytes = within(row.nbytes, MAX_NBYTES)
                 row.length = within(row.length, MAX_LENGTH)
+            sizes = {key: within(size, MAX_MEMBERS) for key, size in sizes.items()}
             partition.put(rows, specs, sizes, now, ticket)
         case Updated(ids, specs, nbytes, lengths, places):
             nbytes = [within(more, MAX_NBYTES) for more in nbytes]
@@ -54,7 +55,7 @@ def apply(partition: Partition, event: Event, now: float) -> None:
         case Dropped(ids, reason):
             partition.drop(ids, reason)
         case GroupClosed(key, count, tombstones):
-            partition.close_group(key, count, tombstones)
+            partition.close_group(key, within(count - tombstones, MAX_MEMBERS), 0)
         case Watched(task, n):
             partition.view(partition.task(task), n)
         case Advanced(version):

@@ -10,6 +10,7 @@ from .groups import Group
 
 MAX_LENGTH = 1 << 40  # of one sample; sums of it, over however many, stay within 64 bits
 MAX_NBYTES = 1 << 40  # of one sample
+MAX_MEMBERS = 1 << 31  # of one group
 
 
 class Row(msgspec.Struct, array_like=True):
