@@ -62,9 +62,8 @@ def main() -> None:
         rollout(part)
     advantages(batch)
     results = [train(part, rank) for rank, part in enumerate(batch.chunk(4))]  # four data-parallel ranks
-    print(
-        f"{len(tq.kv_list(PARTITION)[PARTITION])} samples, {sum(tokens for tokens, _ in results)} tokens trained"
-    )
+    tokens = sum(tokens for tokens, _ in results)
+    print(f"{len(tq.kv_list(PARTITION)[PARTITION])} samples, {tokens} tokens trained")
     tq.kv_clear(keys=keys, partition_id=PARTITION)
     print(f"{len(tq.kv_list(PARTITION).get(PARTITION, {}))} samples left")
     tq.close()
