@@ -1,5 +1,7 @@
 """Snapshots, taken while the store goes on, come back on another number of units."""
 
+import errno
+import fcntl
 import os
 import signal
 import threading
@@ -11,6 +13,7 @@ import numpy as np
 import pytest
 import transferqueue as tq
 from transferqueue.cli import main
+from transferqueue.controller.snapshot_folder import Target
 
 
 @pytest.fixture
@@ -319,3 +322,19 @@ def test_a_snapshot_whose_writer_was_killed_is_begun_anew(
     queue.snapshot(folder)  # takes away what a unit may have written for the one that was killed
     assert len(list(folder.iterdir())) <= 3  # the manifest, and a file of each unit
     assert numbers_in(folder) == list(range(20))
+
+
+def test_where_folders_cannot_be_locked_one_process_still_writes_one_snapshot_at_a_time(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def flock(descriptor: int, operation: int) -> None:
+        raise OSError(errno.EBADF, "Bad file descriptor")  # as NFS says of a folder
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    first = Target(folder, 1)
+    with pytest.raises(tq.InvalidArgument, match="another snapshot is being written"):
+        Target(folder, 1)
+    first.give_up()
+    second = Target(folder, 1)
+    assert second.finish([], b"") is None
+    Target(folder, 1).give_up()

@@ -25,6 +25,8 @@ log = logging.getLogger("transferqueue")
 FORMAT = 1
 _MANIFEST = "manifest"
 _OURS = re.compile(rf"{_MANIFEST}|{_MANIFEST}\.tmp|payload-[0-9a-f]{{8}}-\d+")
+# What file systems say that have no locks for folders.
+_NO_LOCKS = (errno.EBADF, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -52,6 +54,7 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True):
     state: bytes
 
 
+_claimed: set[tuple[int, int]] = set()  # device and inode of the folders that this process writes to
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Manifest).decode
 
@@ -74,6 +77,7 @@ class Target:
         if not folder.is_absolute():
             raise InvalidArgument(f"no snapshot can be written to {folder}: the path is not absolute")
         self.folder = folder
+        self._claimed: tuple[int, int] | None = None
         token = secrets.token_hex(4)
         self.files = [f"payload-{token}-{number}" for number in range(files)]
         try:
@@ -82,7 +86,7 @@ class Target:
         except (OSError, ValueError) as error:  # ValueError: a name with a null byte
             raise InvalidArgument(f"no snapshot can be written to {folder}: {error}") from error
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._claim()
             earlier = self._check()
             self._earlier = earlier if self._named is None else self._named & earlier
             _remove(folder, earlier - self._earlier)
@@ -97,6 +101,22 @@ class Target:
         except QueueError:
             self._close()
             raise
+
+    def _claim(self) -> None:
+        """Raises BlockingIOError where another has the folder. Stores that write to one folder of a network
+        file system without such locks are only told from each other where one process has both.
+        """
+        status = os.fstat(self._lock)
+        folder = (status.st_dev, status.st_ino)
+        if folder in _claimed:
+            raise BlockingIOError
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+        _claimed.add(folder)
+        self._claimed = folder
 
     def _check(self) -> set[str]:
         """The files there besides the manifest, which are all of snapshots."""
@@ -142,6 +162,9 @@ class Target:
 
     def _close(self) -> None:
         descriptor, self._lock = self._lock, -1
+        if self._claimed is not None:
+            _claimed.discard(self._claimed)
+            self._claimed = None
         if descriptor >= 0:
             os.close(descriptor)
 
