@@ -135,7 +135,7 @@ class Client:
             tasks: name of each consumer group -> the fields it needs. None opens an existing partition.
             max_samples: samples it may hold; puts wait beyond it.
             max_bytes: payload bytes it may hold, a number or text such as "2GiB".
-            length_field: the field whose length is the length of a sample, for samplers that go by length: its
+            length_field: the field whose length is the length of a sample, for length samplers: its
                 elements, or the number itself where it holds integers (0 to 2**40).
             max_staleness: versions that a sample may lag behind the policy when it is started; see `admit`.
 
