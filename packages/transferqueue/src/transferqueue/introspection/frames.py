@@ -1,8 +1,7 @@
 """What ``transferqueue top`` shows: a frame an interval, with the change since the last one."""
 
-import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import datetime
 
@@ -42,20 +41,29 @@ class Frame:
         return None
 
 
-def frames(reader: StatsReader, before: Reading, interval: float, *, once: bool) -> Iterator[Frame]:
+def frames(
+    reader: StatsReader,
+    before: Reading,
+    interval: float,
+    *,
+    once: bool,
+    pause: Callable[[float], object] = time.sleep,
+) -> Iterator[Frame]:
     """A frame now and one after every `interval` seconds, for ever; with `once` only the second.
 
     A store that goes away gives frames that say so, and is read again once it is back.
+
+    Args:
+        pause: waits for so many seconds.
 
     Raises:
         QueueError: the store refuses us; with `once` also if it went away.
     """
     if not once:
         yield Frame(reader.address, before)
-    pause = threading.Event()
     seen: datetime | None = None
     while True:
-        pause.wait(interval)
+        pause(interval)
         try:
             after = reader.read()
         except GONE as error:

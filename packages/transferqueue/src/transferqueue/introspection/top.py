@@ -3,7 +3,9 @@
 import argparse
 import math
 import os
+import select
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -63,10 +65,10 @@ def main(options: argparse.Namespace) -> int:
         timeout=options.timeout,
     )
     try:
-        with _ended_by_sigterm():
+        with _ended_by_sigterm(), _ended_while_it_waits() as pause:
             first = reader.read()
             with view as show:
-                for frame in frames(reader, first, options.interval, once=options.once):
+                for frame in frames(reader, first, options.interval, once=options.once, pause=pause):
                     show(frame)
     except KeyboardInterrupt:
         return 0
@@ -106,6 +108,19 @@ def _json_lines(out: TextIO) -> Iterator[Callable[[Frame], None]]:
         out.flush()
 
     yield show
+
+
+@contextmanager
+def _ended_while_it_waits() -> Iterator[Callable[[float], object]]:
+    """Gives a wait that a signal ends also when it comes just before the wait begins: it leaves a byte."""
+    here, there = socket.socketpair()
+    with here, there:
+        there.setblocking(False)
+        before = signal.set_wakeup_fd(there.fileno(), warn_on_full_buffer=False)
+        try:
+            yield lambda seconds: select.select([here], [], [], seconds)
+        finally:
+            signal.set_wakeup_fd(before)
 
 
 @contextmanager
