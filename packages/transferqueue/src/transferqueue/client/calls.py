@@ -86,7 +86,7 @@ _CANDIDATES, _CANDIDATES_EACH = (
     256,
     4,
 )  # ready samples that a user's sampler sees: at least, and per one wanted
-_UNITS_TRIED = 3  # further storage units, for a put whose own does not answer
+_UNITS_TRIED = 3  # further storage units, or ranges of memory, for a put whose own is gone
 
 
 @dataclass(frozen=True)
@@ -215,7 +215,7 @@ class PartitionCalls:
             )
         servers.channel.check_open()
         small = sizes.nbytes <= SMALL
-        lost = 0
+        lost = taken_back = 0
         while True:
             if small:
                 where, unit = yield from self._slab_room(sizes.nbytes, deadline)
@@ -247,7 +247,8 @@ class PartitionCalls:
                         raise next((one for one in failures if not isinstance(one, Timeout)), answer)
                 return answer
             except InvalidArgument as error:
-                if not small or error.details.get("grant") != where.grant:
+                taken_back += 1
+                if error.details.get("grant") != where.grant or taken_back > _UNITS_TRIED:
                     raise
                 servers.slabs.forget(where.grant)  # a slab that the controller took back: use another
             except StorageLost:
