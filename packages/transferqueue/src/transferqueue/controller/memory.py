@@ -175,8 +175,8 @@ class Memory:
             and (at == 0 or named[at - 1][1] <= where.start)
             and (at == len(named) or where.stop <= named[at][0])
         ):
-            # A client also meets this that repeats to a new life of the controller what an earlier one refused,
-            # as refusals are not in the journal. In other memory it hears the refusal again.
+            # A client also meets this when it repeats to a new life of the controller what an earlier one
+            # refused: refusals are not in the journal. In other memory it hears the refusal again.
             raise InvalidArgument("a put names memory that is not its own", grant=where.grant)
         named.insert(at, (where.start, where.stop))
         return grant
