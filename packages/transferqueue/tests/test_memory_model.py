@@ -62,7 +62,6 @@ class FreeRangesAgainstASet(RuleBasedStateMachine):
         assert sorted(self.free) == cells
         assert all(before[1] < after[0] for before, after in itertools.pairwise(ranges))
         assert self.ranges.nbytes == 64 * len(cells)
-        assert self.ranges.largest() <= 64 * self.longest() or not cells
 
 
 TestFreeRanges = FreeRangesAgainstASet.TestCase

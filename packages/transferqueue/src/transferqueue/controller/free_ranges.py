@@ -52,10 +52,6 @@ class FreeRanges:
         self._insert(stop, of[1])
         self.nbytes -= stop - start
 
-    def largest(self) -> int:
-        """Bytes that `take` would surely find; the largest range may be up to twice as large."""
-        return 1 << (self._sizes.bit_length() - 2) if self._sizes else 0
-
     def __iter__(self) -> Iterator[tuple[int, int]]:
         return iter(sorted(self._stop_of.items()))
 

@@ -139,14 +139,6 @@ class ReadyQueue[T: Orderable]:
             self._close_lane(-newest[0])
         return None
 
-    def peek(self, count: int, max_priority: int | None = None, min_version: int | None = None) -> list[T]:
-        """The first `count` items within the bounds; they stay."""
-        items = self.take(count, max_priority, min_version)
-        self.restore(items)
-        return items
-
-    # -- the three orders ------------------------------------------------------------------------------------
-
     def _take_all(
         self, taken: list[T], count: int, max_priority: int | None, fits: Callable[[T], bool] | None
     ) -> None:

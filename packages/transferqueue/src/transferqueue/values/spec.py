@@ -171,11 +171,6 @@ class ColumnPlan(msgspec.Struct, frozen=True):
         return self.stored if self.index is None else len(self.index)
 
     @property
-    def values_nbytes(self) -> int:
-        """Bytes of the values alone."""
-        return storage(self.spec).nbytes * self.total
-
-    @property
     def lengths(self) -> np.ndarray:
         """int64 ``[rows]``: the ragged length of each row, 0 for None, 1 for a scalar."""
         return row_lengths(

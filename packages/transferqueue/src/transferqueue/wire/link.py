@@ -29,7 +29,6 @@ from .channel import SLACK, Answer, GivenUp, deadline_of, encoded, handles_of
 from .messages import (
     CHUNK,
     COPY_BELOW,
-    MAX_FRAME_BYTES,
     PROTOCOL,
     Cancel,
     Chunk,
@@ -549,8 +548,3 @@ def _end(pending: Pending, outcome: Answer | QueueError) -> None:
         pending.future.set_result(outcome)
     else:
         pending.future.set_exception(outcome)
-
-
-def frame_limit(peer: Peer) -> int:
-    """The largest frame the peer accepts, as its welcome said."""
-    return peer.welcome.result(0).max_frame_bytes if peer.welcome.done() else MAX_FRAME_BYTES
