@@ -34,7 +34,7 @@ train: setup ## Train the quick start: make train ARGS="mode=colocate seed=1"
 	$(BIN)/relax train configs/quickstart.yaml $(ARGS)
 
 test: lint ## Lint, then every test but the slow ones: make test ARGS="-k queue"
-	$(BIN)/python -m pytest -m "not slow" --durations=10 $(ARGS)
+	$(BIN)/python -m pytest -m "not slow" --hypothesis-profile=ci --durations=10 $(ARGS)
 
 test-all: lint docs ## Lint, docs, and every test, slow ones too
 	$(BIN)/python -m pytest --durations=10 $(ARGS)

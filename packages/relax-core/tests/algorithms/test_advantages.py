@@ -1,3 +1,6 @@
+import math
+from fractions import Fraction
+
 import pytest
 import torch
 from hypothesis import given
@@ -47,9 +50,12 @@ def test_position_means_nothing_and_every_group_is_centred(rows, order, normaliz
     for group in groups.unique():
         members = groups == group
         assert abs(float(result[members].sum())) < 1e-6
-        alone = rewards[members]
-        centred = alone - alone.mean()
-        expected = centred / (alone.std() + 1e-4) if normalize and len(alone) > 1 else centred
+        alone = [Fraction(reward) for reward in rewards[members].tolist()]
+        mean = sum(alone) / len(alone)  # exact: the division below would blow rounding up
+        centred = [reward - mean for reward in alone]
+        std = math.sqrt(sum(c * c for c in centred) / (len(alone) - 1)) if len(alone) > 1 else 0.0
+        scale = std + 1e-4 if normalize and len(alone) > 1 else 1.0
+        expected = torch.tensor([float(c) / scale for c in centred], dtype=torch.float64)
         torch.testing.assert_close(result[members], expected, rtol=1e-7, atol=1e-9)
 
 
