@@ -38,7 +38,7 @@ def test_the_command_says_what_is_wrong_in_one_line():
 
 
 def test_a_coordinator_process_needs_no_torch():
-    code = "import sys, dcs.cli, dcs.coordinator; print('torch' in sys.modules)"
+    code = "import sys, dcs.cli, dcs.control.coordinator; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout.strip() == "False"
 

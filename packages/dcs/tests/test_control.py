@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import zmq
-from dcs.messages import (
+from dcs.control.messages import (
     PROTOCOL,
     Announcement,
     Endpoint,

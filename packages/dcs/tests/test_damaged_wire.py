@@ -7,7 +7,7 @@ import dcs
 import msgspec
 import pytest
 import torch
-from dcs.messages import PROTOCOL
+from dcs.control.messages import PROTOCOL
 from dcs.wire import frames
 
 FLOATS = 300_000

@@ -7,7 +7,7 @@ import torch
 from dcs import manifest as manifests
 from dcs.layout import ALIGNMENT, ITEMSIZE, Layout, TensorSpec
 from dcs.manifest import Placement
-from dcs.staging import Arena, check
+from dcs.memory.arena import Arena, check
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 

@@ -1,7 +1,6 @@
 """The coordinator's state machine, without sockets or time."""
 
-from dcs.layout import Layout, TensorSpec
-from dcs.messages import (
+from dcs.control.messages import (
     Acked,
     Announce,
     Announced,
@@ -15,7 +14,8 @@ from dcs.messages import (
     Roster,
     RunState,
 )
-from dcs.registry import Registry
+from dcs.control.registry import Registry
+from dcs.layout import Layout, TensorSpec
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule

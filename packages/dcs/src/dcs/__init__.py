@@ -29,11 +29,11 @@ from dcs.errors import (
 
 if TYPE_CHECKING:
     from dcs import layout
-    from dcs.coordinator import Coordinator
+    from dcs.control.coordinator import Coordinator
+    from dcs.control.process import CoordinatorProcess, serve
     from dcs.follower import Follower
     from dcs.layout import Layout
     from dcs.manifest import Manifest
-    from dcs.process import CoordinatorProcess, serve
     from dcs.publisher import Publisher
     from dcs.staged import Health, Staged
     from dcs.subscriber import Subscriber
@@ -70,8 +70,8 @@ __all__ = [
 ]
 
 _HOME = {
-    "Coordinator": "dcs.coordinator",
-    "CoordinatorProcess": "dcs.process",
+    "Coordinator": "dcs.control.coordinator",
+    "CoordinatorProcess": "dcs.control.process",
     "Follower": "dcs.follower",
     "Health": "dcs.staged",
     "Layout": "dcs.layout",
@@ -81,7 +81,7 @@ _HOME = {
     "Stats": "dcs.ticket",
     "Subscriber": "dcs.subscriber",
     "Ticket": "dcs.ticket",
-    "serve": "dcs.process",
+    "serve": "dcs.control.process",
 }
 
 

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 
 import msgspec
 
-from dcs.coordinator import LEASE_SECONDS, Coordinator
+from dcs.control.coordinator import LEASE_SECONDS, Coordinator
+from dcs.control.process import Failed, Ready
 from dcs.errors import DcsError
-from dcs.process import Failed, Ready
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -10,14 +10,14 @@ from typing import Self
 import torch
 
 from dcs import manifest as manifests
-from dcs.address import require_token
+from dcs.control.address import require_token
+from dcs.control.link import Link, Rejoining
+from dcs.control.messages import Announced, Endpoint, Fenced, FromCoordinator, Join, Joined, Roster
 from dcs.errors import Closed, CoordinatorLost, DcsError, StaleVersion, from_refusal
 from dcs.layout import Layout
-from dcs.link import Link, Rejoining
 from dcs.manifest import CHUNK_BYTES, MAX_CHUNK_BYTES, MIN_CHUNK_BYTES, Manifest
-from dcs.messages import Announced, Endpoint, Fenced, FromCoordinator, Join, Joined, Roster
-from dcs.snapshots import SnapshotPair
-from dcs.staging import check
+from dcs.memory.arena import check
+from dcs.memory.snapshots import SnapshotPair
 from dcs.ticket import Ticket
 from dcs.wire.server import ChunkServer
 

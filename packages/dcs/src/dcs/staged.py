@@ -7,9 +7,9 @@ from typing import Literal
 
 import torch
 
+from dcs.control.messages import Acked, Announcement
 from dcs.errors import DcsError
-from dcs.messages import Acked, Announcement
-from dcs.staging import Arena
+from dcs.memory.arena import Arena
 from dcs.wire.client import Progress
 
 

@@ -8,6 +8,8 @@ from typing import Literal, Self
 
 import torch
 
+from dcs.control.link import Link
+from dcs.control.messages import Acked, Announcement, Fenced, FromCoordinator, Join, Joined, Refused, RunState
 from dcs.errors import (
     Closed,
     DcsError,
@@ -20,12 +22,10 @@ from dcs.errors import (
 )
 from dcs.follower import Follower
 from dcs.layout import Layout
-from dcs.link import Link
 from dcs.manifest import Placement
-from dcs.messages import Acked, Announcement, Fenced, FromCoordinator, Join, Joined, Refused, RunState
-from dcs.snapshots import Superseded
+from dcs.memory.arena import Arena
+from dcs.memory.snapshots import Superseded
 from dcs.staged import Health, Slot, SlotState, Staged
-from dcs.staging import Arena
 from dcs.wire.client import ChunkClient, Progress
 from dcs.wire.frames import Hello
 

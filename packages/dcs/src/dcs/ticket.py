@@ -5,8 +5,8 @@ import time
 
 import msgspec
 
+from dcs.control.messages import Roster
 from dcs.errors import Closed, DcsError, Timeout
-from dcs.messages import Roster
 
 
 class Taken(msgspec.Struct, frozen=True):

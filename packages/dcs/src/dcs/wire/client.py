@@ -5,11 +5,11 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from dcs import manifest as manifests
+from dcs.control.messages import Announcement, Endpoint
 from dcs.errors import CorruptChunk, ProtocolError, from_refusal
 from dcs.manifest import Manifest, Placement
-from dcs.messages import Announcement, Endpoint
-from dcs.snapshots import Superseded
-from dcs.staging import Arena
+from dcs.memory.arena import Arena
+from dcs.memory.snapshots import Superseded
 from dcs.wire import frames
 
 _CONNECT_SECONDS = 5.0

@@ -8,8 +8,8 @@ from typing import Annotated
 
 import msgspec
 
+from dcs.control.messages import PROTOCOL, Label, Text
 from dcs.errors import ProtocolError, ProtocolMismatch
-from dcs.messages import PROTOCOL, Label, Text
 
 MAX_HELLO_BYTES = 64 << 10
 HELLO_SECONDS = 5.0

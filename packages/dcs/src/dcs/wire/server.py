@@ -6,7 +6,7 @@ import threading
 
 from dcs.errors import DcsError, ProtocolError, ProtocolMismatch, Unauthorized
 from dcs.manifest import chunk_count
-from dcs.snapshots import Snapshot, SnapshotPair, Superseded
+from dcs.memory.snapshots import Snapshot, SnapshotPair, Superseded
 from dcs.wire import frames
 
 MAX_CONNECTIONS = 256

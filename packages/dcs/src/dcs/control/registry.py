@@ -14,9 +14,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from dcs import layout as layouts
-from dcs.errors import DcsError, Evicted, LayoutMismatch, StaleVersion, Unauthorized
-from dcs.layout import Layout
-from dcs.messages import (
+from dcs.control.messages import (
     Acked,
     Announce,
     Announced,
@@ -34,6 +32,8 @@ from dcs.messages import (
     RunState,
     Standing,
 )
+from dcs.errors import DcsError, Evicted, LayoutMismatch, StaleVersion, Unauthorized
+from dcs.layout import Layout
 
 MAX_MEMBERS = 4096
 MAX_RUNS = 1024

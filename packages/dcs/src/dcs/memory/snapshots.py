@@ -16,7 +16,7 @@ import msgspec
 from dcs.errors import DcsError
 from dcs.layout import Layout
 from dcs.manifest import Manifest
-from dcs.staging import Arena
+from dcs.memory.arena import Arena
 
 _SEND_SECONDS = 1.0  # for a chunk that is being sent to finish, before its reader is cut
 _CUT_SECONDS = 10.0  # for a cut reader to notice; a shut-down socket returns at once

@@ -9,7 +9,7 @@ from typing import Self
 
 import msgspec
 
-from dcs.coordinator import LEASE_SECONDS
+from dcs.control.coordinator import LEASE_SECONDS
 from dcs.errors import DcsError, Timeout, from_refusal
 
 _STOP_SECONDS = 5.0

@@ -8,9 +8,8 @@ from typing import Self
 
 import zmq
 
-from dcs.address import require_token
-from dcs.errors import DcsError, ProtocolError, ProtocolMismatch
-from dcs.messages import (
+from dcs.control.address import require_token
+from dcs.control.messages import (
     MAX_MESSAGE_BYTES,
     FromCoordinator,
     Goodbye,
@@ -18,7 +17,8 @@ from dcs.messages import (
     decode_from_member,
     encode,
 )
-from dcs.registry import Registry
+from dcs.control.registry import Registry
+from dcs.errors import DcsError, ProtocolError, ProtocolMismatch
 
 LEASE_SECONDS = 5.0
 

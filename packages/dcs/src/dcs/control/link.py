@@ -12,16 +12,7 @@ from concurrent.futures import Future
 import msgspec
 import zmq
 
-from dcs.errors import (
-    Closed,
-    CoordinatorLost,
-    DcsError,
-    Evicted,
-    ProtocolError,
-    ProtocolMismatch,
-    from_refusal,
-)
-from dcs.messages import (
+from dcs.control.messages import (
     MAX_MESSAGE_BYTES,
     Acked,
     Announce,
@@ -37,6 +28,15 @@ from dcs.messages import (
     Refused,
     decode_from_coordinator,
     encode,
+)
+from dcs.errors import (
+    Closed,
+    CoordinatorLost,
+    DcsError,
+    Evicted,
+    ProtocolError,
+    ProtocolMismatch,
+    from_refusal,
 )
 
 _HEARTBEATS_PER_LEASE = 4

@@ -1,0 +1,1 @@
+"""Host memory for whole versions: flat arenas, and who is reading them."""
