@@ -1,1 +1,1 @@
-"""Who is in a run and which version it has: messages, the coordinator's state machine, a member's link to it."""
+"""Who is in a run and which version it has: messages, the registry behind the coordinator, a member's link."""

@@ -1,7 +1,7 @@
 """What members and the coordinator say to each other: msgspec structs in two ZMQ frames, header and body.
 
 State is sent rather than events: a heartbeat carries the member's last acknowledged version, and its answer
-carries the run's newest version (or, for a publisher, who has acknowledged what). A message lost in a
+carries the run's newest version and its sources (or, for a publisher, who has acknowledged what). A message lost in a
 reconnect is therefore repaired by the next heartbeat, and a duplicate changes nothing.
 """
 
@@ -13,7 +13,7 @@ import msgspec
 from dcs.errors import ProtocolError, ProtocolMismatch
 from dcs.layout import Layout
 
-PROTOCOL = 1
+PROTOCOL = 2
 MAX_MESSAGE_BYTES = 64 << 20
 _MAGIC = b"dcs"
 _HEADER = struct.Struct("<3sxH")
@@ -27,28 +27,84 @@ Port = Annotated[int, msgspec.Meta(ge=1, le=65535)]
 
 
 class Endpoint(msgspec.Struct, frozen=True):
-    """Where a publisher serves chunks."""
+    """Where a member serves chunks.
+
+    `machine` is equal for members of one machine and network namespace, and `path` is the Unix socket there,
+    at which it also lets its memory be mapped ("" when it does not).
+    """
+
+    host: Label
+    port: Port
+    machine: Annotated[str, msgspec.Meta(max_length=256)] = ""
+    path: Annotated[str, msgspec.Meta(max_length=107)] = ""
+
+
+class Acked(msgspec.Struct, frozen=True):
+    """A version that a subscriber has committed; seconds that its transfer and its commit took."""
+
+    epoch: int
+    version: Version
+    transfer_seconds: float
+    pause_seconds: float = 0.0
+
+
+class Receipt(msgspec.Struct, frozen=True):
+    """The newest version that a subscriber has whole, and how it came: bytes received from training ranks and
+    from peers, and the wire (`shm`, `tcp`, `collective`; `+delta`).
+    """
+
+    epoch: int
+    version: Version
+    wire: Annotated[str, msgspec.Meta(max_length=64)] = ""
+    from_ranks: int = 0
+    from_peers: int = 0
+
+
+class Known(msgspec.Struct, frozen=True):
+    """What a member that joins again knows, for a coordinator that does not (it may have been restarted)."""
+
+    epoch: int
+    version: int
+
+
+class Store(msgspec.Struct, frozen=True):
+    """Where the publisher's rank keeps a `torch.distributed.TCPStore` for collective groups."""
 
     host: Label
     port: Port
 
 
-class Acked(msgspec.Struct, frozen=True):
-    """A version that a subscriber has committed, and how long its transfer took in seconds."""
-
-    epoch: int
-    version: Version
-    transfer_seconds: float
-
-
 class Announcement(msgspec.Struct, frozen=True):
-    """A version that can be pulled from `endpoint` now."""
+    """A version that all ranks of the epoch have announced; `roots` by rank."""
 
     run: str
     epoch: int
     version: Version
-    root: Root
+    roots: tuple[Root, ...]
+
+
+class Source(msgspec.Struct, frozen=True):
+    """A member to pull from. `rank` is -1 for a subscriber; `holds`: it has the whole version already."""
+
+    member: int
+    rank: int
+    name: str
+    layout: str
     endpoint: Endpoint
+    holds: bool
+
+
+class Gathering(msgspec.Struct, frozen=True):
+    """A collective group that this member is to join for the announced version.
+
+    Groups of one `key` are one group, used again for later versions; a new key makes a new one.
+    """
+
+    key: str
+    backend: Literal["nccl", "gloo"]
+    store: Store
+    rank: int
+    size: int
 
 
 class Standing(msgspec.Struct, frozen=True):
@@ -62,6 +118,8 @@ class Standing(msgspec.Struct, frozen=True):
 
 
 class Join(msgspec.Struct, frozen=True, tag="join"):
+    """`session` names a gang of publisher ranks. Subscribers that give the same `group` commit together."""
+
     request: int
     role: Literal["publisher", "subscriber"]
     run: Label
@@ -69,19 +127,44 @@ class Join(msgspec.Struct, frozen=True, tag="join"):
     layout: Layout
     token: Text | None
     endpoint: Endpoint | None
+    rank: Annotated[int, msgspec.Meta(ge=0, lt=1 << 20)] = 0
+    world_size: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)] = 1
+    session: Annotated[str, msgspec.Meta(max_length=256)] = ""
+    group: Annotated[str, msgspec.Meta(max_length=256)] = ""
+    group_size: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 1
+    site: Annotated[str, msgspec.Meta(max_length=256)] = ""
+    collective: Literal["", "nccl", "gloo"] = ""
+    store: Store | None = None
+    known: Known | None = None
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
+    """`slow`: members that this one pulls from and that hardly progress."""
+
     member: int
-    acked: Acked | None
+    acked: Acked | None = None
+    staged: Receipt | None = None
+    slow: Annotated[tuple[int, ...], msgspec.Meta(max_length=64)] = ()
 
 
 class Announce(msgspec.Struct, frozen=True, tag="announce"):
+    """One rank has frozen a version."""
+
     request: int
     member: int
     epoch: int
     version: Version
     root: Root
+    nbytes: Annotated[int, msgspec.Meta(ge=0)] = 0
+    freeze_seconds: float = 0.0
+
+
+class WantLayouts(msgspec.Struct, frozen=True, tag="want_layouts"):
+    """Ask for the layouts of sources, by fingerprint."""
+
+    request: int
+    member: int
+    fingerprints: Annotated[tuple[Label, ...], msgspec.Meta(max_length=4096)]
 
 
 class Leave(msgspec.Struct, frozen=True, tag="leave"):
@@ -93,21 +176,43 @@ class Leave(msgspec.Struct, frozen=True, tag="leave"):
 
 
 class RunState(msgspec.Struct, frozen=True, tag="state"):
-    """To subscribers, when it changes and in answer to a heartbeat."""
+    """To subscribers, when it changes and in answer to a heartbeat.
+
+    Attributes:
+        publisher: of the run. `lost` when a rank's lease has lapsed.
+        announcement: the newest complete version.
+        sources: whom this subscriber may pull it from, best first; training ranks last, all of them.
+        commit: the newest version that everybody in this subscriber's group has whole; -1 before the first.
+        gathering: the collective group that this subscriber takes part in, if any.
+    """
 
     publisher: Literal["absent", "alive", "lost"]
     announcement: Announcement | None
+    sources: tuple[Source, ...] = ()
+    commit: int = -1
+    gathering: Gathering | None = None
 
 
 class Roster(msgspec.Struct, frozen=True, tag="roster"):
-    """To the publisher, when it changes and in answer to a heartbeat: subscribers by member number."""
+    """To publisher ranks, when it changes and in answer to a heartbeat: subscribers by member number."""
 
     live: dict[int, Standing]
     departed: dict[int, str]
+    gathering: Gathering | None = None
+
+
+class Complete(msgspec.Struct, frozen=True, tag="complete"):
+    """To publisher ranks: all of them have announced this version; these subscribers are told."""
+
+    epoch: int
+    version: int
+    roster: Roster
 
 
 class Joined(msgspec.Struct, frozen=True, tag="joined"):
-    """`version` is the newest the run ever had (-1: none yet) and `root` its root hash."""
+    """`version` is the newest that the run ever had complete (-1: none) and `root` that rank's root of it
+    (empty when it is not known, as after a restart of the coordinator).
+    """
 
     request: int
     member: int
@@ -120,9 +225,17 @@ class Joined(msgspec.Struct, frozen=True, tag="joined"):
 
 
 class Announced(msgspec.Struct, frozen=True, tag="announced"):
+    """This rank's part is known. `Complete` follows when all ranks' are."""
+
     request: int
     version: int
-    roster: Roster
+
+
+class Layouts(msgspec.Struct, frozen=True, tag="layouts"):
+    """Those that are known of the ones asked for."""
+
+    request: int
+    layouts: dict[str, Layout]
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
@@ -146,8 +259,8 @@ class Goodbye(msgspec.Struct, frozen=True, tag="goodbye"):
     """The coordinator is closing."""
 
 
-FromMember = Join | Heartbeat | Announce | Leave
-FromCoordinator = RunState | Roster | Joined | Announced | Refused | Fenced | Goodbye
+FromMember = Join | Heartbeat | Announce | WantLayouts | Leave
+FromCoordinator = RunState | Roster | Complete | Joined | Announced | Layouts | Refused | Fenced | Goodbye
 
 _from_member = msgspec.msgpack.Decoder(FromMember)
 _from_coordinator = msgspec.msgpack.Decoder(FromCoordinator)
