@@ -1,1 +1,1 @@
-"""Who is in a run and which version it has: messages, the registry behind the coordinator, a member's link."""
+"""Who is in a run and which version it has: messages, registry, coordinator, and a member's link to it."""

@@ -1,8 +1,8 @@
 """What members and the coordinator say to each other: msgspec structs in two ZMQ frames, header and body.
 
 State is sent rather than events: a heartbeat carries the member's last acknowledged version, and its answer
-carries the run's newest version and its sources (or, for a publisher, who has acknowledged what). A message lost in a
-reconnect is therefore repaired by the next heartbeat, and a duplicate changes nothing.
+carries the run's newest version and its sources (or, for a publisher, who has acknowledged what). A message
+lost in a reconnect is therefore repaired by the next heartbeat, and a duplicate changes nothing.
 """
 
 import struct
