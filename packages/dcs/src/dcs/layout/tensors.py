@@ -1,20 +1,24 @@
-"""What a model's tensors look like: names, shapes, dtypes, and where each lies in a flat buffer.
+"""What a rank's tensors look like: names, shapes, dtypes, pieces, and where each lies in a buffer.
 
-Two layouts are equal when they name the same tensors with the same shapes and dtypes; the order in which they
-were given does not count, as tensors are kept in name order. This module needs no torch until `of` is called.
+Two layouts are equal when they name the same tensors with the same shapes, dtypes and pieces; the order in
+which they were given does not count, as tensors are kept in name order. This module needs no torch until
+`of` is called.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import xxhash
 
 from dcs.errors import LayoutMismatch
+from dcs.layout.dtensors import is_dtensor, local, pieces_of
+from dcs.layout.pieces import Name, Piece, Shape, first_fault
 
 if TYPE_CHECKING:
     import torch
@@ -45,17 +49,27 @@ ITEMSIZE: dict[str, int] = {
     "complex128": 16,
 }
 
-Name = Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
-Extent = Annotated[int, msgspec.Meta(ge=0, le=1 << 48)]
-Shape = Annotated[tuple[Extent, ...], msgspec.Meta(max_length=32)]
+FLOATING = ("float16", "bfloat16", "float32", "float64")  # what `of(dtype=...)` converts
+
+MAX_BYTES = 1 << 48  # of a layout; addresses and their differences then fit into int64 with room
 
 
 class TensorSpec(msgspec.Struct, frozen=True):
-    """One tensor: its name, its global shape, and its dtype by torch's name (`bfloat16`)."""
+    """One tensor of a rank.
+
+    Attributes:
+        name: as the rank calls it.
+        shape: as the rank holds it.
+        dtype: by torch's name (`bfloat16`).
+        pieces: the boxes of global tensors that it is made of. None (the default) means that it is all of the
+            global tensor of its own name and shape. What no piece covers is padding: nobody reads or writes
+            it.
+    """
 
     name: Name
     shape: Shape
     dtype: str
+    pieces: Annotated[tuple[Piece, ...], msgspec.Meta(max_length=1 << 16)] = ()
 
     def __post_init__(self) -> None:
         if self.dtype not in ITEMSIZE:
@@ -63,10 +77,13 @@ class TensorSpec(msgspec.Struct, frozen=True):
                 f"tensor {self.name!r} has dtype {self.dtype!r}; dcs carries {', '.join(ITEMSIZE)}: convert"
                 " it first"
             )
-        if self.nbytes > 1 << 48:
+        if self.nbytes > MAX_BYTES:
             raise ValueError(
                 f"tensor {self.name!r} has {self.nbytes} bytes, more than the 2**48 that dcs carries"
             )
+        fault = first_fault(self.pieces, self.shape) if self.pieces else ""
+        if fault:
+            raise ValueError(f"tensor {self.name!r} is {self.dtype}{list(self.shape)}, and {fault}")
 
     @property
     def nbytes(self) -> int:
@@ -74,11 +91,13 @@ class TensorSpec(msgspec.Struct, frozen=True):
         return math.prod(self.shape) * ITEMSIZE[self.dtype]
 
     def __str__(self) -> str:
-        return f"{self.dtype}{list(self.shape)}"
+        shown = ", ".join(str(piece) for piece in self.pieces[:3])
+        rest = f" and {len(self.pieces) - 3} more" if len(self.pieces) > 3 else ""
+        return f"{self.dtype}{list(self.shape)}" + (f" of {shown}{rest}" if shown else "")
 
 
-class Layout(msgspec.Struct, frozen=True):
-    """Every tensor of a model, in name order. Make one with `dcs.layout.of`."""
+class Layout(msgspec.Struct, frozen=True, dict=True):
+    """Every tensor of a rank, in name order. Make one with `dcs.layout.of`."""
 
     tensors: Annotated[tuple[TensorSpec, ...], msgspec.Meta(max_length=1 << 20)]
 
@@ -88,10 +107,12 @@ class Layout(msgspec.Struct, frozen=True):
             raise ValueError(
                 "the tensors of a Layout must be in name order, each name once; use dcs.layout.of"
             )
+        if self.offsets()[1] > MAX_BYTES:
+            raise ValueError(f"a Layout of {self.offsets()[1]} bytes, more than the 2**48 that dcs carries")
 
-    @property
+    @functools.cached_property
     def fingerprint(self) -> str:
-        """Equal for equal layouts: xxh3-128 over names, shapes and dtypes, in hexadecimal."""
+        """Equal for equal layouts: xxh3-128 over names, shapes, dtypes and pieces, in hexadecimal."""
         return xxhash.xxh3_128_hexdigest(msgspec.msgpack.encode(self))
 
     def offsets(self) -> tuple[list[int], int]:
@@ -105,25 +126,55 @@ class Layout(msgspec.Struct, frozen=True):
         return starts, end
 
 
-def of(source: torch.nn.Module | Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]) -> Layout:
+def of(
+    source: torch.nn.Module | Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]],
+    *,
+    pieces: Mapping[str, Sequence[Piece]] | None = None,
+    dtype: torch.dtype | str | None = None,
+) -> Layout:
     """The layout of a module's `state_dict`, of a mapping of tensors, or of `(name, tensor)` pairs.
 
-    Tensors on any device count, `meta` included. Raises `LayoutMismatch` for what cannot be carried:
-    something that is no dense tensor, a dtype without a byte view, a name given twice.
+    Tensors on any device count, `meta` included. A DTensor (FSDP2, tensor parallelism of torch) is this
+    rank's part of the global tensor of its name; every other tensor is all of it.
+
+    Args:
+        pieces: by tensor name, for what is cut, fused or named in another way; see `dcs.layout.shard`,
+            `concatenated` and `stacked`.
+        dtype: what floating tensors (float16 to float64) travel as, instead of their own dtype.
+
+    Raises:
+        LayoutMismatch: for what cannot be carried (no dense tensor, a dtype without a byte view), a name
+        given
+            twice, pieces that do not fit their tensor or that are of no tensor given.
     """
     owner: Any = source
     named = owner.state_dict() if hasattr(owner, "state_dict") else owner
     pairs = named.items() if isinstance(named, Mapping) else named
+    given = pieces or {}
+    wire = None if dtype is None else _dtype_name(dtype)
     specs: dict[str, TensorSpec] = {}
     for name, tensor in pairs:
         if name in specs:
             raise LayoutMismatch(f"tensor {name!r} is given twice; a layout has each name once", name)
-        specs[name] = spec_of(name, tensor)
+        specs[name] = spec_of(name, tensor, given.get(name), wire)
+    absent = sorted(given.keys() - specs.keys())
+    if absent:
+        raise LayoutMismatch(
+            f"pieces are given for {absent[0]!r}, which is none of the {len(specs)} tensors",
+            absent[0],
+            "absent",
+        )
     return Layout(tuple(specs[name] for name in sorted(specs)))
 
 
-def spec_of(name: str, tensor: Any) -> TensorSpec:
+def spec_of(
+    name: str, tensor: Any, pieces: Sequence[Piece] | None = None, dtype: str | None = None
+) -> TensorSpec:
     """The spec of one tensor; raises `LayoutMismatch` when it is not a dense tensor of a known dtype."""
+    if is_dtensor(tensor):
+        if pieces is None:
+            pieces = pieces_of(name, tensor)
+        tensor = local(tensor)
     kind = str(getattr(tensor, "layout", type(tensor).__name__))
     if kind != "torch.strided":
         raise LayoutMismatch(
@@ -132,10 +183,30 @@ def spec_of(name: str, tensor: Any) -> TensorSpec:
             kind,
             "torch.strided",
         )
+    own = str(tensor.dtype).removeprefix("torch.")
+    travels = dtype if dtype is not None and own in FLOATING else own
+    if own not in ITEMSIZE:
+        raise LayoutMismatch(
+            f"tensor {name!r} has dtype {own!r}; dcs carries {', '.join(ITEMSIZE)}: convert it first",
+            name,
+            own,
+            "a dtype with a byte view",
+        )
     try:
-        return TensorSpec(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+        return TensorSpec(name, tuple(tensor.shape), travels, tuple(pieces or ()))
     except ValueError as error:
-        raise LayoutMismatch(str(error), name, str(tensor.dtype), "a dtype with a byte view") from error
+        raise LayoutMismatch(str(error), name, f"{own}{list(tensor.shape)}") from error
+
+
+def _dtype_name(dtype: torch.dtype | str) -> str:
+    name = str(dtype).removeprefix("torch.")
+    if name not in FLOATING:
+        raise LayoutMismatch(
+            f"dtype {name!r} for floating tensors to travel as; expected one of {', '.join(FLOATING)}",
+            "",
+            name,
+        )
+    return name
 
 
 def mismatch(got: Layout, expected: Layout, who: str) -> LayoutMismatch | None:
@@ -147,6 +218,9 @@ def mismatch(got: Layout, expected: Layout, who: str) -> LayoutMismatch | None:
     differing = sorted(name for name in found.keys() | wanted.keys() if found.get(name) != wanted.get(name))
     name = differing[0]
     left, right = str(found.get(name, "absent")), str(wanted.get(name, "absent"))
+    if left == right:  # they differ in a piece that is not shown
+        pairs = itertools.zip_longest(found[name].pieces, wanted[name].pieces, fillvalue="absent")
+        left, right = next((str(own), str(other)) for own, other in pairs if own != other)
     return LayoutMismatch(
         f"{who}: tensor {name!r} is {left}, expected {right}"
         f" ({len(differing)} of {len(wanted)} tensors differ); make both layouts from the same model",

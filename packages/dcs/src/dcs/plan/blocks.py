@@ -59,8 +59,8 @@ def cut(selection: Selection, chunk_bytes: int) -> list[Selection]:
     """The selection in consecutive parts of at most `chunk_bytes` bytes, each as full as it gets.
 
     Cuts depend on RUN and COUNT alone, so both sides of a block list are cut alike. A run is split only
-    when it is longer than a chunk, and then at multiples of `SPLIT` bytes from its start (if a chunk has as many).
-    Parts are views of one array; none is empty. Raises `ValueError` for `chunk_bytes` below 1.
+    when it is longer than a chunk, and then at multiples of `SPLIT` bytes from its start (if a chunk has as
+    many). Parts are views of one array; none is empty. Raises `ValueError` for `chunk_bytes` below 1.
     """
     if chunk_bytes < 1:
         raise ValueError(f"chunk_bytes is {chunk_bytes}; a chunk holds at least one byte")
@@ -124,7 +124,8 @@ def _chunk_starts(run: np.ndarray, count: np.ndarray, ends: np.ndarray, chunk_by
 
 
 def gather(selection: Selection, memory: np.ndarray, out: np.ndarray) -> int:
-    """Copy what is selected out of `memory` into the start of `out`; both contiguous uint8. Returns how many bytes.
+    """Copy what is selected out of `memory` into the start of `out`; both contiguous uint8. Returns how many
+    bytes.
 
     Raises `ValueError` when the selection leaves `memory` or does not fit into `out`.
     """
