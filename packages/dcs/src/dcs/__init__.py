@@ -28,7 +28,7 @@ from dcs.errors import (
 )
 
 if TYPE_CHECKING:
-    from dcs import layout
+    from dcs import appliers, delta, layout, replicas
     from dcs.control.coordinator import Coordinator
     from dcs.control.process import CoordinatorProcess, serve
     from dcs.follower import Follower
@@ -65,10 +65,14 @@ __all__ = [
     "Timeout",
     "Unacknowledged",
     "Unauthorized",
+    "appliers",
+    "delta",
     "layout",
+    "replicas",
     "serve",
 ]
 
+_MODULES = ("appliers", "delta", "layout", "replicas")
 _HOME = {
     "Coordinator": "dcs.control.coordinator",
     "CoordinatorProcess": "dcs.control.process",
@@ -86,8 +90,8 @@ _HOME = {
 
 
 def __getattr__(name: str) -> Any:
-    if name == "layout":
-        return importlib.import_module("dcs.layout")
+    if name in _MODULES:
+        return importlib.import_module(f"dcs.{name}")
     if name in _HOME:
         return getattr(importlib.import_module(_HOME[name]), name)
     raise AttributeError(f"module 'dcs' has no attribute {name!r}")

@@ -1,18 +1,17 @@
-"""The immutable description of one version: where every tensor lies, and a hash for every chunk.
+"""The immutable description of one version of one rank: a hash for every chunk, and a root over all of them.
 
-The root hash covers the layout and all chunk hashes, and not the epoch or the version: the same weights have
-the same root, so a restarted publisher may offer its last version again and nobody need trust that the bits
+The root covers the layout and all chunk hashes, and not the epoch or the version: the same weights have the
+same root, so a restarted publisher may offer its last version again and nobody need trust that the bits
 agree.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Annotated
 
 import msgspec
 import xxhash
 
-from dcs.errors import CorruptChunk
-from dcs.layout import Layout, Name, Shape
+from dcs.errors import CorruptChunk, DcsError
 
 CHUNK_BYTES = 4 << 20
 MIN_CHUNK_BYTES, MAX_CHUNK_BYTES = 4 << 10, 256 << 20
@@ -20,44 +19,42 @@ MIN_CHUNK_BYTES, MAX_CHUNK_BYTES = 4 << 10, 256 << 20
 Hash64 = Annotated[int, msgspec.Meta(ge=0)]  # msgpack has no integer above 2**64 - 1
 
 
-class TensorEntry(msgspec.Struct, frozen=True):
-    """One tensor's place: global shape, dtype, and bytes [offset, offset + nbytes) of the flat buffer."""
-
-    name: Name
-    shape: Shape
-    dtype: str
-    offset: int
-    nbytes: int
-
-
 class Manifest(msgspec.Struct, frozen=True):
-    """One version of a run's weights.
+    """One rank's part of a version.
 
     Attributes:
-        run, epoch, version: the identity the coordinator issued; it only grows.
-        tensors: in name order, each aligned to 64 bytes.
+        version: its number.
+        layout: fingerprint of the layout, which says what lies where.
         nbytes: length of the flat buffer; the last chunk may be short.
         chunk_bytes: length of every other chunk.
         chunks: xxh3-64 of each chunk.
         root: xxh3-128 over the layout and the chunk hashes.
     """
 
-    run: str
-    epoch: int
     version: int
-    tensors: tuple[TensorEntry, ...]
+    layout: str
     nbytes: int
     chunk_bytes: Annotated[int, msgspec.Meta(ge=MIN_CHUNK_BYTES, le=MAX_CHUNK_BYTES)]
     chunks: tuple[Hash64, ...]
     root: bytes
 
-    def span(self, index: int) -> tuple[int, int]:
-        """The byte range of chunk `index`."""
-        return index * self.chunk_bytes, min((index + 1) * self.chunk_bytes, self.nbytes)
+    @classmethod
+    def of(
+        cls, version: int, layout: str, nbytes: int, chunk_bytes: int, chunks: Sequence[int]
+    ) -> "Manifest":
+        """The manifest of these chunks."""
+        hashes = tuple(chunks)
+        return cls(version, layout, nbytes, chunk_bytes, hashes, root_hash(layout, chunk_bytes, hashes))
 
     def encode(self) -> bytes:
         """As it travels."""
         return msgspec.msgpack.encode(self)
+
+
+def require_chunk_bytes(chunk_bytes: int) -> None:
+    """Raise `DcsError` for a size of chunks that is not taken."""
+    if not MIN_CHUNK_BYTES <= chunk_bytes <= MAX_CHUNK_BYTES:
+        raise DcsError(f"chunk_bytes is {chunk_bytes}; it must be {MIN_CHUNK_BYTES} to {MAX_CHUNK_BYTES}")
 
 
 def chunk_count(nbytes: int, chunk_bytes: int) -> int:
@@ -65,35 +62,12 @@ def chunk_count(nbytes: int, chunk_bytes: int) -> int:
     return -(-nbytes // chunk_bytes)
 
 
-@dataclass(frozen=True)
-class Placement:
-    """What all manifests of a layout have in common; made once, as a large model takes milliseconds.
-
-    Attributes:
-        fingerprint: the layout's.
-        tensors: with their places.
-        nbytes: length of the flat buffer.
-        encoded_limit: more bytes than any manifest of this layout can take, run name not counted.
-    """
-
-    fingerprint: str
-    tensors: tuple[TensorEntry, ...]
-    nbytes: int
-    encoded_limit: int
-
-    @classmethod
-    def of(cls, layout: Layout) -> "Placement":
-        """The placement of a layout."""
-        starts, nbytes = layout.offsets()
-        tensors = tuple(
-            TensorEntry(spec.name, spec.shape, spec.dtype, start, spec.nbytes)
-            for spec, start in zip(layout.tensors, starts, strict=True)
-        )
-        hashes = 9 * chunk_count(nbytes, MIN_CHUNK_BYTES)
-        return cls(layout.fingerprint, tensors, nbytes, 1024 + len(msgspec.msgpack.encode(tensors)) + hashes)
+def encoded_limit(nbytes: int) -> int:
+    """More bytes than any manifest of a buffer of this length takes."""
+    return 1024 + 9 * chunk_count(nbytes, MIN_CHUNK_BYTES)
 
 
-def root_hash(fingerprint: str, chunk_bytes: int, chunks: tuple[int, ...]) -> bytes:
+def root_hash(fingerprint: str, chunk_bytes: int, chunks: Sequence[int]) -> bytes:
     """xxh3-128 over a layout's fingerprint, the chunk size, and the chunk hashes in order."""
     digest = xxhash.xxh3_128(fingerprint.encode())
     digest.update(chunk_bytes.to_bytes(8, "little"))
@@ -101,13 +75,18 @@ def root_hash(fingerprint: str, chunk_bytes: int, chunks: tuple[int, ...]) -> by
     return digest.digest()
 
 
+def version_root(roots: Sequence[bytes]) -> bytes:
+    """xxh3-128 over the roots of all ranks: what a version is, whoever holds it and however it is cut."""
+    return xxhash.xxh3_128_digest(b"".join(roots))
+
+
 def hash_chunk(view: memoryview) -> int:
     """xxh3-64 of a chunk's bytes."""
     return xxhash.xxh3_64_intdigest(view)
 
 
-def decode(data: bytes | bytearray | memoryview, placement: Placement, root: bytes) -> Manifest:
-    """A manifest that describes `placement` and has root `root`, or `CorruptChunk`.
+def decode(data: bytes | bytearray | memoryview, layout: str, nbytes: int, root: bytes) -> Manifest:
+    """A manifest of this layout with root `root`, or `CorruptChunk`.
 
     The caller's own layout decides every size, so nothing a peer sends makes the caller allocate.
     """
@@ -116,12 +95,12 @@ def decode(data: bytes | bytearray | memoryview, placement: Placement, root: byt
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise CorruptChunk(f"a manifest of {len(data)} bytes cannot be read: {error}") from error
     who = f"the manifest of version {manifest.version}"
-    if manifest.tensors != placement.tensors or manifest.nbytes != placement.nbytes:
+    if (manifest.layout, manifest.nbytes) != (layout, nbytes):
         raise CorruptChunk(f"{who} does not describe this layout")
-    expected = chunk_count(placement.nbytes, manifest.chunk_bytes)
+    expected = chunk_count(nbytes, manifest.chunk_bytes)
     if len(manifest.chunks) != expected:
         raise CorruptChunk(f"{who} has {len(manifest.chunks)} chunk hashes, expected {expected}")
-    actual = root_hash(placement.fingerprint, manifest.chunk_bytes, manifest.chunks)
+    actual = root_hash(layout, manifest.chunk_bytes, manifest.chunks)
     if actual != root or manifest.root != root:
         raise CorruptChunk(f"{who} has root {actual.hex()}, announced was {root.hex()}")
     return manifest

@@ -3,7 +3,8 @@
 import operator
 import threading
 import time
-from collections.abc import Mapping
+import uuid
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Self
 
@@ -12,32 +13,40 @@ import torch
 from dcs import manifest as manifests
 from dcs.control.address import require_token
 from dcs.control.link import Link, Rejoining
-from dcs.control.messages import Announced, Endpoint, Fenced, FromCoordinator, Join, Joined, Roster
-from dcs.errors import Closed, CoordinatorLost, DcsError, StaleVersion, from_refusal
+from dcs.control.messages import Complete, Fenced, FromCoordinator, Join, Joined, Roster
+from dcs.errors import Closed, CoordinatorLost, DcsError, StaleVersion, Timeout, from_refusal
 from dcs.layout import Layout
-from dcs.manifest import CHUNK_BYTES, MAX_CHUNK_BYTES, MIN_CHUNK_BYTES, Manifest
-from dcs.memory.arena import check
-from dcs.memory.snapshots import SnapshotPair
+from dcs.manifest import CHUNK_BYTES, require_chunk_bytes
+from dcs.memory.arena import Arena, check
+from dcs.memory.shelf import Copy, Shelf, whole
 from dcs.ticket import Ticket
+from dcs.wire.chunks import unit_of
 from dcs.wire.server import ChunkServer
+
+WIRES = ("collective", "shm", "tcp")
 
 
 class Publisher:
-    """Publishes versions of one model.
+    """Publishes versions of one model, as one of the ranks that own it.
 
     Args:
         address: the coordinator's.
-        run: which run the versions belong to. A run has one publisher; a newer one fences the one before it.
-        rank, world_size: this rank among those that own the model; one rank owns all of it.
-        layout: of the tensors that will be published, from `dcs.layout.of`.
+        run: which run the versions belong to. A newer gang of publishers fences the one before it.
+        rank, world_size: this rank among those that own the model. A version is offered when all of them
+            have published it.
+        session: a name that the ranks of one start of the trainer share, different for each start; needed
+            when there are several. A single rank makes one up.
+        layout: of the tensors that will be published, from `dcs.layout.of`. Where its dtypes differ from the
+            tensors' (both floating), they are cast when they are frozen.
         token: the coordinator's token; subscribers must show the same.
+        wires: what subscribers may use: `shm` (this process's memory is mapped on this machine), `tcp`.
         host: address to serve chunks at; off loopback a token is required.
         port: port to serve chunks at; 0 takes a free one.
         advertise: what subscribers connect to, when that is not `host`.
         chunk_bytes: unit of transfer, verification and retry.
         supersede_after: seconds that a publish waits for a transfer of the version before last, whose buffer
             it needs.
-        timeout: seconds to wait for the coordinator.
+        timeout: seconds to wait for the coordinator, and for other ranks to catch up.
 
     Attributes:
         epoch: issued by the coordinator; grows when this publisher has to join again.
@@ -53,8 +62,10 @@ class Publisher:
         *,
         rank: int = 0,
         world_size: int = 1,
+        session: str | None = None,
         layout: Layout,
         token: str | None = None,
+        wires: Sequence[str] = WIRES,
         host: str = "127.0.0.1",
         port: int = 0,
         advertise: str | None = None,
@@ -62,38 +73,64 @@ class Publisher:
         supersede_after: float = 5.0,
         timeout: float = 10.0,
     ) -> None:
-        if (rank, world_size) != (0, 1):
+        if not 0 <= rank < world_size:
+            raise DcsError(f"rank {rank} of {world_size} ranks; ranks count from 0")
+        if session is None and world_size > 1:
             raise DcsError(
-                f"rank {rank} of {world_size} ranks: one rank publishes the whole model; give rank=0,"
-                " world_size=1"
+                f"rank {rank} of {world_size} needs a session: a name that all ranks of this start share, and"
+                " no other start has, such as the launcher's run id and restart count"
             )
-        if not MIN_CHUNK_BYTES <= chunk_bytes <= MAX_CHUNK_BYTES:
-            raise DcsError(f"chunk_bytes is {chunk_bytes}; it must be {MIN_CHUNK_BYTES} to {MAX_CHUNK_BYTES}")
+        require_chunk_bytes(chunk_bytes)
         require_token(host, token, "the publisher")
         self.run = run
         self.layout = layout
+        self._rank = rank
         self._chunk_bytes = chunk_bytes
         self._supersede_after = supersede_after
         self._timeout = timeout
-        self._placement = manifests.Placement.of(layout)
+        self._fingerprint = layout.fingerprint
         self._publishing = threading.Lock()
         self._lock = threading.Lock()
+        self._completed = threading.Condition(self._lock)
         self._tickets: list[Ticket] = []
-        self._announcing: Ticket | None = None
         self._live: set[int] = set()
         self._error: DcsError | None = None
         self._closed = False
         self.epoch: int = 0
-        self._newest = (-1, b"")
+        self._newest = (-1, b"")  # complete: number, and this rank's root of it
         self._published = -1
-        self._snapshots = SnapshotPair(layout)
-        self._server = ChunkServer(self._snapshots, host, port, run, self._placement.fingerprint, token)
-        self.endpoint = Endpoint(advertise or host, self._server.port)
+        self._shelf = Shelf(layout)
+        name = f"rank-{rank}"
+        self._server = ChunkServer(
+            self._shelf,
+            host,
+            port,
+            run=run,
+            fingerprint=self._fingerprint,
+            chunk_bytes=chunk_bytes,
+            token=token,
+            mappable="shm" in wires,
+            patience=0.0,
+            unit=unit_of(layout),
+            who=f"publisher {name!r}",
+        )
+        self.endpoint = self._server.endpoint(advertise or host)
         try:
             self._link = Link(address, self._receive, self._coordinator_changed)
             try:
-                name = f"rank-{rank}"
-                self._link.join(Join(0, "publisher", run, name, layout, token, self.endpoint), timeout)
+                join = Join(
+                    0,
+                    "publisher",
+                    run,
+                    name,
+                    layout,
+                    token,
+                    self.endpoint,
+                    rank=rank,
+                    world_size=world_size,
+                    session=uuid.uuid4().hex if session is None else session,
+                )
+                self._link.join(join, timeout)
             except BaseException:
                 self._link.close()
                 raise
@@ -106,59 +143,56 @@ class Publisher:
         """The newest version that the run has; -1 when there is none yet."""
         return self._newest[0]
 
+    @property
+    def sent(self) -> int:
+        """Payload bytes sent to subscribers so far."""
+        return self._server.sent
+
     def publish(self, version: int, tensors: Mapping[str, torch.Tensor]) -> Ticket:
         """Freeze `tensors` as `version` and announce it; when this returns, the caller may change them.
 
         Blocks for the copy, the coordinator's answer, and, when receivers are slower than two publishes, up
-        to `supersede_after` for the buffer of the version before last.
+        to `supersede_after` for the buffer of the version before last. With several ranks, blocks as well
+        while another rank is two versions behind, for at most `timeout`.
         Raises `LayoutMismatch`, `StaleVersion` (not newer than the run's newest, except that a restarted
-        publisher may offer that one again with the same bits), `CoordinatorLost`, `Evicted`, `Closed`.
-        After an error nothing of it is served, and the version may be published again.
+        publisher may offer that one again with the same bits), `CoordinatorLost`, `Evicted`, `Closed`,
+        `Timeout` (another rank is behind). After an error nothing of it is served, and the version may be
+        published again.
         """
-        check(tensors, self.layout)
+        check(tensors, self.layout, cast=True)
         version = operator.index(version)
         with self._publishing:
             self._raise_if_unusable()
             self._require_newer(version)
             began = time.monotonic()
-            arena = self._snapshots.reserve(self._supersede_after)
+            arena = self._reserve()
             reserved = time.monotonic()
             try:
                 chunks = arena.fill(tensors, self._chunk_bytes)
-                root = manifests.root_hash(self._placement.fingerprint, self._chunk_bytes, chunks)
-                if version == self._newest[0] and root != self._newest[1]:
+                root = manifests.root_hash(self._fingerprint, self._chunk_bytes, chunks)
+                if version == self._newest[0] and self._newest[1] not in (b"", root):
                     raise StaleVersion(
                         f"version {version} of run {self.run!r} exists with other weights; publish"
                         f" {version + 1} or later"
                     )
             except BaseException:
-                self._snapshots.release(arena)
+                self._shelf.release(arena)
                 raise
             frozen = time.monotonic()
             ticket = Ticket(version, arena.nbytes, reserved - began, frozen - reserved)
+            copy = whole(arena, version, root, self._chunk_bytes, list(chunks))
+            self._shelf.put(copy)
             with self._lock:
-                self._announcing = ticket
-                manifest = Manifest(
-                    self.run,
-                    self.epoch,
-                    version,
-                    self._placement.tensors,
-                    arena.nbytes,
-                    self._chunk_bytes,
-                    chunks,
-                    root,
-                )
-                self._snapshots.install(arena, manifest)
+                self._tickets.append(ticket)
             try:
-                self._announce(version, root)
+                self._announce(copy, frozen - reserved)
             except BaseException:
-                self._snapshots.withdraw(version)
-                raise
-            finally:
                 with self._lock:
-                    self._announcing = None
+                    self._tickets.remove(ticket)
+                self._shelf.withdraw(copy)
+                raise
             with self._lock:
-                self._newest, self._published = (version, root), version
+                self._published = version
             return ticket
 
     def close(self) -> None:
@@ -168,8 +202,10 @@ class Publisher:
                 return
             self._closed = True
             tickets, self._tickets = self._tickets, []
+            self._completed.notify_all()
         self._link.close("the publisher closed")
         self._server.close()
+        self._shelf.close()
         for ticket in tickets:
             ticket.fail(Closed(f"the publisher was closed before version {ticket.version} was acknowledged"))
 
@@ -181,14 +217,32 @@ class Publisher:
     ) -> None:
         self.close()
 
-    def _announce(self, version: int, root: bytes) -> None:
+    def _reserve(self) -> Arena:
+        """A buffer to freeze into: a spare one, or the oldest version's once a newer one is complete."""
+        arena = self._shelf.spare()
+        if arena is not None:
+            return arena
+        oldest, newer = self._shelf.held[0], self._shelf.held[-1].version
+        with self._completed:
+            if not self._completed.wait_for(
+                lambda: self._newest[0] >= newer or self._error or self._closed, self._timeout
+            ):
+                raise Timeout(
+                    f"version {newer} of run {self.run!r} is not complete after {self._timeout} s: another"
+                    " rank has not published it, and this one holds no spare buffer until it has"
+                )
+        self._raise_if_unusable()
+        return self._shelf.reserve(oldest, self._supersede_after)
+
+    def _announce(self, copy: Copy, freeze_seconds: float) -> None:
+        nbytes = copy.arena.nbytes
         try:
-            self._link.announce(self.epoch, version, root, self._timeout)
+            self._link.announce(self.epoch, copy.version, copy.mark, nbytes, freeze_seconds, self._timeout)
         except Rejoining:
             # This process was stopped for longer than its lease; its link joins again, under a new epoch.
             if not self._link.await_membership(self._timeout):
                 raise
-            self._link.announce(self.epoch, version, root, self._timeout)
+            self._link.announce(self.epoch, copy.version, copy.mark, nbytes, freeze_seconds, self._timeout)
 
     def _require_newer(self, version: int) -> None:
         newest = self._newest[0]
@@ -211,14 +265,8 @@ class Publisher:
         match message:
             case Joined():
                 self._joined(message)
-            case Announced():
-                with self._lock:
-                    ticket = self._announcing
-                    if ticket is None or ticket.version != message.version:
-                        return
-                    self._tickets.append(ticket)
-                ticket.begin(message.roster)
-                self._update(message.roster)
+            case Complete():
+                self._complete(message)
             case Roster():
                 self._update(message)
             case Fenced() if not message.rejoin:
@@ -229,15 +277,29 @@ class Publisher:
     def _joined(self, message: Joined) -> None:
         with self._lock:
             self.epoch = message.epoch
-            self._newest = (message.version, message.root)
-            self._snapshots.restamp(message.epoch)
-            again = self._published >= 0 and self._published == message.version
-        if again:  # the lease had lapsed; late joiners can have the newest version once more
-            self._link.offer(message.epoch, message.version, message.root)
+            if message.version >= self._newest[0]:
+                self._newest = (message.version, message.root or self._newest[1])
+            again = [copy for copy in list(self._shelf.held) if copy.version <= self._published]
+        for copy in again:  # the lease had lapsed, or the coordinator is a new one
+            if copy.version >= message.version:
+                self._link.offer(message.epoch, copy.version, copy.mark, copy.arena.nbytes)
+
+    def _complete(self, message: Complete) -> None:
+        with self._completed:
+            if message.version >= self._newest[0]:
+                held = {copy.version: copy.mark for copy in list(self._shelf.held)}
+                root = held.get(message.version, b"")
+                self._newest = (message.version, root)
+            begun = [ticket for ticket in self._tickets if ticket.version == message.version]
+            self._completed.notify_all()
+        for ticket in begun:
+            ticket.begin(message.roster)
+        self._update(message.roster)
 
     def _fail(self, error: DcsError) -> None:
         with self._lock:
             self._error = error
+            self._completed.notify_all()
             tickets = list(self._tickets)
         for ticket in tickets:
             ticket.fail(error)

@@ -1,15 +1,26 @@
-"""The side that serves: pulls each new version into a staging slot, verifies it, and hands it over whole."""
+"""The side that serves: brings each new version into a staging slot, verifies it, and hands it over whole."""
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Literal, Self
 
 import torch
 
+from dcs.control.address import require_token
 from dcs.control.link import Link
-from dcs.control.messages import Acked, Announcement, Fenced, FromCoordinator, Join, Joined, Refused, RunState
+from dcs.control.messages import (
+    Acked,
+    Announcement,
+    Fenced,
+    FromCoordinator,
+    Join,
+    Joined,
+    Receipt,
+    Refused,
+    RunState,
+)
 from dcs.errors import (
     Closed,
     DcsError,
@@ -22,14 +33,19 @@ from dcs.errors import (
 )
 from dcs.follower import Follower
 from dcs.layout import Layout
-from dcs.manifest import Placement
-from dcs.memory.arena import Arena
-from dcs.memory.snapshots import Superseded
-from dcs.staged import Health, Slot, SlotState, Staged
-from dcs.wire.client import ChunkClient, Progress
+from dcs.manifest import CHUNK_BYTES, require_chunk_bytes
+from dcs.memory.shelf import Copy, Shelf, Superseded
+from dcs.memory.slots import Slot, Slots, SlotState
+from dcs.pull import Job, Puller
+from dcs.staged import Health, Staged
+from dcs.wire.chunks import unit_of
 from dcs.wire.frames import Hello
+from dcs.wire.server import ChunkServer
 
-_BACKOFF_SECONDS = (0.05, 1.0)  # between two attempts to connect: the first, doubling up to the second
+_BACKOFF_SECONDS = (0.05, 1.0)  # between two attempts: the first, doubling up to the second
+_PATIENCE_SECONDS = 2.0  # that a peer is made to wait for a version which has not begun to come here
+
+WIRES = ("collective", "shm", "tcp")
 
 
 class Subscriber:
@@ -39,8 +55,18 @@ class Subscriber:
         address: the coordinator's.
         run: the run to follow; its publisher may join later.
         name: unique in the run; a newer subscriber of the same name fences this one.
-        layout: of the model that will take the weights; has to equal the publisher's.
-        token: the coordinator's.
+        layout: of the model that will take the weights. It may be cut differently from the publisher's.
+        token: the coordinator's; peers that pull from here have to show it too.
+        wires: what may be used: `shm` (memory of this machine is mapped), `tcp`, `collective`.
+        streams: TCP connections to a source on another machine; a long line needs several.
+        delta: take differences to the version before: True, False, or None: from other machines only.
+        group, group_size: the ranks of one engine give the same `group`; `next` then gives a version only
+            when all of them have it, and to all of them the same one.
+        serve: whether other subscribers may pull from here. Off, it never relays and helps no late joiner.
+        site: name of the cluster this is in. Each site takes a version once from the training ranks.
+        host, port, advertise: where peers are served, as for `Publisher`; on loopback only this machine's.
+        chunk_bytes: unit of transfer, verification and retry.
+        progress: called now and then with bytes done, bytes in all, and the version.
         timeout: seconds to wait for the coordinator.
 
     A lost publisher or coordinator is no error here: `next` gives None when its time is over, the next
@@ -56,34 +82,103 @@ class Subscriber:
         name: str,
         layout: Layout,
         token: str | None = None,
+        wires: Sequence[str] = WIRES,
+        streams: int = 4,
+        delta: bool | None = None,
+        group: str = "",
+        group_size: int = 1,
+        serve: bool = True,
+        site: str = "",
+        host: str = "127.0.0.1",
+        port: int = 0,
+        advertise: str | None = None,
+        chunk_bytes: int = CHUNK_BYTES,
+        progress: Callable[[int, int, int], None] | None = None,
         timeout: float = 10.0,
     ) -> None:
+        unknown = sorted(set(wires) - set(WIRES))
+        if unknown or not wires:
+            raise DcsError(f"wires is {tuple(wires)}; name one or more of {', '.join(WIRES)}")
+        if streams < 1:
+            raise DcsError(f"streams is {streams}; there has to be one")
+        require_chunk_bytes(chunk_bytes)
+        require_token(host, token, f"subscriber {name!r}")
         self.run = run
         self.name = name
         self.layout = layout
         self._token = token
-        self._placement = Placement.of(layout)
-        self._slots = (Slot(Arena(layout)), Slot(Arena(layout)))
+        self._chunk_bytes = chunk_bytes
+        self._fingerprint = layout.fingerprint
+        self._timeout = timeout
+        self._group = group
+        self._shelf = Shelf(layout)
+        self._slots = Slots(self._shelf, chunk_bytes)
         self._changed = threading.Condition()
         self._member = 0
-        self._publisher: Literal["absent", "alive", "lost"] = "absent"
+        self._lease_seconds = 0.0
+        self._state = RunState("absent", None)
         self._target: Announcement | None = None
         self._highest = (-1, -1)
         self._given_up: tuple[Announcement, DcsError | None] | None = None
         self._asks: list[int] = []
         self._acked: Acked | None = None
+        self._reported = 0.0
         self._taken = -1
         self._silence: DcsError | None = None
         self._broken: DcsError | None = None
         self._trouble: DcsError | None = None
-        self._client: ChunkClient | None = None
         self._followers: list[Follower] = []
         self._closed = False
-        self._link = Link(address, self._receive, self._coordinator_changed)
+        self._server: ChunkServer | None = None
+        if serve:
+            self._server = ChunkServer(
+                self._shelf,
+                host,
+                port,
+                run=run,
+                fingerprint=self._fingerprint,
+                chunk_bytes=chunk_bytes,
+                token=token,
+                mappable="shm" in wires,
+                patience=_PATIENCE_SECONDS,
+                unit=unit_of(layout),
+                who=f"subscriber {name!r}",
+            )
+        self._puller = Puller(
+            self._shelf,
+            layout,
+            chunk_bytes,
+            hello=self._hello,
+            layouts=lambda wanted: self._link.layouts(wanted, timeout),
+            wires=wires,
+            streams=streams,
+            delta=delta,
+            progress=progress,
+            stopped=lambda: self._closed or self._broken is not None,
+        )
         try:
-            self._link.join(Join(0, "subscriber", run, name, layout, token, None), timeout)
+            self._link = Link(address, self._receive, self._coordinator_changed)
+            try:
+                endpoint = None if self._server is None else self._server.endpoint(advertise or host)
+                join = Join(
+                    0,
+                    "subscriber",
+                    run,
+                    name,
+                    layout,
+                    token,
+                    endpoint,
+                    group=group,
+                    group_size=group_size,
+                    site=site,
+                )
+                self._link.join(join, timeout)
+            except BaseException:
+                self._link.close()
+                raise
         except BaseException:
-            self._link.close()
+            if self._server is not None:
+                self._server.close()
             raise
         self._thread = threading.Thread(target=self._pull_forever, name="dcs-pull", daemon=True)
         self._thread.start()
@@ -97,11 +192,11 @@ class Subscriber:
         """
         with self._changed:
             self._raise_if_unusable()
-            held = [slot for slot in self._slots if slot.state is SlotState.HELD]
-            if held and held[0].progress is not None:
+            held = self._slots.having(SlotState.HELD)
+            if held:
                 raise Unacknowledged(
-                    f"version {held[0].progress.target.version} was given out before; call its ack() or"
-                    " release() first"
+                    f"version {held[0].target.version} was given out before; call its ack() or release()"
+                    " first"
                 )
             self._asks.append(after)
             self._changed.notify_all()
@@ -110,24 +205,25 @@ class Subscriber:
             finally:
                 self._asks.remove(after)
             slot = self._ready(after)
-            if slot is None or slot.progress is None:
+            if slot is None:
                 obstacle = self._obstacle()
                 if obstacle is not None:
                     raise obstacle
                 return None
             self._raise_if_unusable()
             slot.state = SlotState.HELD
-            target = slot.progress.target
+            target = slot.target
             self._taken = max(self._taken, target.version)
             return Staged(
                 target.version,
                 target.epoch,
-                dict(slot.arena.tensors),
-                slot.arena.nbytes,
+                dict(slot.copy.arena.tensors),
+                slot.copy.arena.nbytes,
                 slot.transfer_seconds,
-                slot,
-                self._settle,
-                self._link.acknowledge,
+                slot.wire,
+                slot.from_ranks,
+                slot.from_peers,
+                lambda staged, outcome, pause: self._settle(staged, slot, outcome, pause),
             )
 
     def fetch(self, version: int | None = None, timeout: float = 30.0) -> dict[str, torch.Tensor]:
@@ -167,13 +263,10 @@ class Subscriber:
     def health(self) -> Health:
         """What is known now about coordinator, publisher and versions."""
         with self._changed:
-            ready = [
-                slot.progress.target.version
-                for slot in self._slots
-                if slot.state is SlotState.READY and slot.progress is not None
-            ]
+            ready = self._slots.having(SlotState.READY)
+            newest = self._slots.newest_whole()
             error = self._obstacle() or self._silence
-            if error is None and self._publisher == "lost":
+            if error is None and self._state.publisher == "lost":
                 error = PublisherLost(
                     f"the publisher of run {self.run!r} stopped heartbeating; waiting for another one"
                 )
@@ -181,10 +274,11 @@ class Subscriber:
                 error = self._trouble
             return Health(
                 "connected" if self._silence is None else "lost",
-                self._publisher,
+                self._state.publisher,
                 None if self._target is None else self._target.version,
-                max(ready, default=None),
+                ready[0].target.version if ready else None,
                 None if self._acked is None else self._acked.version,
+                "" if newest is None else newest.wire,
                 error,
             )
 
@@ -192,8 +286,8 @@ class Subscriber:
         """Leave the run for good because what this side serves can no longer be vouched for."""
         with self._changed:
             self._broken = self._broken or error
-            self._cut()
             self._changed.notify_all()
+        self._puller.cut()
         self._link.close(str(error))
 
     def close(self) -> None:
@@ -202,12 +296,18 @@ class Subscriber:
             if self._closed:
                 return
             self._closed = True
-            self._cut()
             self._changed.notify_all()
+        self._puller.cut()
         self._link.close("the subscriber closed")
+        if self._server is not None:
+            self._server.close()
         self._thread.join()
         for follower in self._followers:
             follower.join(None)
+        for slot in self._slots.having(SlotState.READY, SlotState.SPENT):
+            self._puller.release(slot.copy)  # one that is given out may still be looked at
+        self._puller.close()
+        self._shelf.close()
 
     def __enter__(self) -> Self:
         return self
@@ -224,6 +324,7 @@ class Subscriber:
             match message:
                 case Joined():
                     self._member = message.member
+                    self._lease_seconds = message.lease_seconds
                     self._highest = (-1, -1)
                     self._see(message.state)
                 case RunState():
@@ -237,7 +338,7 @@ class Subscriber:
             self._changed.notify_all()
 
     def _see(self, state: RunState) -> None:
-        self._publisher = state.publisher
+        self._state = state
         announcement = state.announcement
         if self._given_up is not None and self._given_up[1] is None:
             self._given_up = None  # a publish that failed may have been repeated: ask again, once a heartbeat
@@ -268,19 +369,15 @@ class Subscriber:
             raise self._broken or Closed("this subscriber was closed")
 
     def _ready(self, after: int) -> Slot | None:
-        ready = [
-            slot
-            for slot in self._slots
-            if slot.state is SlotState.READY
-            and slot.progress is not None
-            and slot.progress.target.version > after
-        ]
-        return max(
-            ready, key=lambda slot: slot.progress.target.version if slot.progress else -1, default=None
-        )
+        """The newest version above `after` that may be given out."""
+        for slot in self._slots.having(SlotState.READY):
+            if slot.target.version > after and (not self._group or slot.target.version <= self._state.commit):
+                return slot
+        return None
 
-    def _settle(self, staged: Staged, slot: Slot, outcome: Literal["acked", "released"]) -> bool:
-        """Give the slot of `staged` back; True when there is an acknowledgement to send."""
+    def _settle(
+        self, staged: Staged, slot: Slot, outcome: Literal["acked", "released"], pause: float
+    ) -> None:
         with self._changed:
             before = staged.outcome
             if before is not None:
@@ -289,32 +386,49 @@ class Subscriber:
                         f"version {staged.version} was released before it was acknowledged; ask next() for"
                         " it again"
                     )
-                return False
+                return
             staged.outcome = outcome
-            newer = any(other is not slot and other.state is SlotState.READY for other in self._slots)
-            slot.state = SlotState.FREE if outcome == "acked" or newer else SlotState.READY
+            newer = [other for other in self._slots.having(SlotState.READY) if other is not slot]
+            slot.state = SlotState.SPENT if outcome == "acked" or newer else SlotState.READY
             if outcome == "acked":
-                self._acked = Acked(staged.epoch, staged.version, staged.transfer_seconds)
+                self._acked = Acked(staged.epoch, staged.version, staged.transfer_seconds, pause)
+            acked = self._acked if outcome == "acked" and not self._closed and self._broken is None else None
             self._changed.notify_all()
-            return outcome == "acked" and not self._closed and self._broken is None
+        if acked is not None:
+            self._link.report(acked=acked)
 
     # The pulling thread.
 
     def _pull_forever(self) -> None:
         backoff = 0.0
+        job: Job | None = None
         try:
             while True:
                 with self._changed:
                     if backoff:
-                        self._pause(self._target, backoff)
-                    self._changed.wait_for(lambda: self._closed or self._broken or self._wanted())
-                    if self._closed or self._broken is not None or self._target is None:
+                        failed = self._target
+                        self._changed.wait_for(
+                            lambda failed=failed: self._closed or self._broken or self._target != failed,
+                            backoff,
+                        )
+                    self._changed.wait_for(
+                        lambda: self._closed or self._broken or self._tidy() or self._wanted()
+                    )
+                    if self._closed or self._broken is not None:
                         return
-                    slot, target = self._begin(self._target)
-                before = 0 if slot.progress is None else slot.progress.received
-                if self._pull(slot, target):
-                    backoff = 0.0
-                elif slot.progress is not None and slot.progress.received > before:
+                    spent = self._tidy()
+                    target = self._target if self._wanted() else None
+                for slot in spent:
+                    self._discard(slot)
+                if target is None:
+                    continue
+                if job is None or job.target != target:
+                    self._abandon()
+                    job = Job(target)
+                before = 0 if job.copy is None else job.copy.remaining
+                if self._pull(job):
+                    job, backoff = None, 0.0
+                elif job.copy is not None and job.copy.remaining < before:
                     backoff = _BACKOFF_SECONDS[0]
                 else:
                     backoff = min(max(_BACKOFF_SECONDS[0], 2 * backoff), _BACKOFF_SECONDS[1])
@@ -324,90 +438,109 @@ class Subscriber:
                     self._broken = DcsError(
                         f"the pulling thread of subscriber {self.name!r} has died; its traceback is on stderr"
                     )
-                client, self._client = self._client, None
-                if client is not None:
-                    client.close()
                 self._changed.notify_all()
-
-    def _pause(self, failed: Announcement | None, seconds: float) -> None:
-        """Before the next attempt; a newer version or the end cuts it short."""
-        self._changed.wait_for(lambda: self._closed or self._broken or self._target != failed, seconds)
 
     def _wanted(self) -> bool:
         target = self._target
         if target is None or (self._given_up is not None and self._given_up[0] == target):
             return False
-        if any(slot.holds(target) for slot in self._slots if slot.state in (SlotState.READY, SlotState.HELD)):
+        whole = (SlotState.READY, SlotState.HELD, SlotState.SPENT)
+        here = [slot for slot in self._slots.having(*whole) if slot.is_of(target)]
+        if any(slot.state is not SlotState.SPENT for slot in here):
             return False
-        return target.version > self._taken or any(after < target.version for after in self._asks)
-
-    def _begin(self, target: Announcement) -> tuple[Slot, Announcement]:
-        by_state = {slot.state: slot for slot in self._slots if slot.state is not SlotState.HELD}
-        slot = by_state.get(SlotState.FILLING) or by_state.get(SlotState.FREE) or by_state[SlotState.READY]
-        if slot.state is not SlotState.FILLING or slot.progress is None or slot.progress.target != target:
-            slot.progress = Progress(target)
-            slot.began = time.monotonic()
-        slot.state = SlotState.FILLING
-        return slot, target
-
-    def _pull(self, slot: Slot, target: Announcement) -> bool:
-        """One attempt; False when another one should follow after a pause."""
-        progress = slot.progress
-        assert progress is not None
-        try:
-            client = self._connect(target)
-            client.pull(progress, slot.arena, self._placement)
-        except Superseded:
-            self._give_up(slot, target, None)
-            return True
-        except (OSError, DcsError) as error:
-            self._disconnect()
-            if isinstance(error, DcsError) and not isinstance(error, ProtocolError):
-                self._give_up(slot, target, error)
-                return True
-            where = f"{target.endpoint.host}:{target.endpoint.port}"
-            with self._changed:
-                self._trouble = PublisherLost(
-                    f"version {target.version} of run {self.run!r} cannot be pulled from {where} now:"
-                    f" {error!r}"
-                )
+        if not (target.version > self._taken or any(after < target.version for after in self._asks)):
             return False
-        with self._changed:
-            for other in self._slots:
-                if other is not slot and other.state is SlotState.READY:
-                    other.state = SlotState.FREE
-            self._trouble = None
-            slot.transfer_seconds = time.monotonic() - slot.began
-            slot.state = SlotState.READY
+        if here:  # asked for once more
+            here[0].state = SlotState.READY
             self._changed.notify_all()
+            return False
+        return not self._group_in_doubt()
+
+    def _group_in_doubt(self) -> bool:
+        """Whether two versions wait here and the group may yet be told to commit the older one."""
+        ready = self._slots.having(SlotState.READY)
+        in_doubt = bool(self._group) and len(ready) > 1 and ready[-1].target.version > self._state.commit
+        return in_doubt and time.monotonic() < self._reported + self._lease_seconds
+
+    def _tidy(self) -> list[Slot]:
+        """Mapped versions that are spent: they are their owner's, and not kept."""
+        return [slot for slot in self._slots.having(SlotState.SPENT) if slot.copy.arena.mapped]
+
+    def _discard(self, slot: Slot) -> None:
+        with self._changed:
+            self._slots.all.remove(slot)
+        self._shelf.withdraw(slot.copy)
+        self._puller.release(slot.copy)
+
+    def _abandon(self) -> None:
+        """What was coming has been overtaken."""
+        for slot in self._slots.having(SlotState.FILLING):
+            self._discard(slot)
+
+    def _reserve(self, job: Job) -> tuple[Copy, Copy | None, Copy | None]:
+        with self._changed:
+            victim = self._slots.victim()
+        copy, former = self._slots.make_room(job.target, job.root, victim)
+        with self._changed:
+            if victim is not None and victim.copy not in self._shelf.held:
+                self._slots.all.remove(victim)
+            newest = self._slots.newest_whole()
+            self._slots.all.append(Slot(copy, job.target, SlotState.FILLING))
+        return copy, None if newest is None else newest.copy, former
+
+    def _pull(self, job: Job) -> bool:
+        """One attempt; False when another one should follow after a pause."""
+        with self._changed:
+            sources = self._state.sources
+        try:
+            self._puller.attempt(job, sources, self._reserve)
+        except Superseded:
+            self._give_up(job, None)
+            return True
+        except PublisherLost as error:
+            with self._changed:
+                self._trouble = error
+            self._report_slow(job)
+            return False
+        except (OSError, DcsError) as error:
+            if isinstance(error, DcsError) and not isinstance(error, ProtocolError):
+                self._give_up(job, error)
+                return True
+            with self._changed:
+                self._trouble = PublisherLost(f"version {job.target.version} cannot be pulled now: {error!r}")
+            return False
+        if job.copy is None or not job.copy.complete:
+            return False  # closed meanwhile
+        self._stage(job, job.copy)
         return True
 
-    def _connect(self, target: Announcement) -> ChunkClient:
-        client = self._client
-        if client is not None and client.endpoint == target.endpoint:
-            return client
-        self._disconnect()
-        client = ChunkClient(target.endpoint)
+    def _stage(self, job: Job, copy: Copy) -> None:
+        seconds = time.monotonic() - job.began
         with self._changed:
-            self._client = client
-            if self._closed or self._broken is not None:
-                raise ConnectionAbortedError("closed while connecting")
-            hello = Hello(self.run, self.name, self._member, self._placement.fingerprint, self._token)
-        client.greet(hello)
-        return client
-
-    def _disconnect(self) -> None:
-        with self._changed:
-            client, self._client = self._client, None
-            if client is not None:
-                client.close()
-
-    def _cut(self) -> None:
-        if self._client is not None:
-            self._client.cut()
-
-    def _give_up(self, slot: Slot, target: Announcement, error: DcsError | None) -> None:
-        with self._changed:
-            self._given_up = (target, error)
-            slot.state, slot.progress = SlotState.FREE, None
+            mine = [slot for slot in self._slots.all if slot.copy is copy]
+            slot = mine[0] if mine else Slot(copy, job.target, SlotState.FILLING)
+            if not mine:
+                self._slots.all.append(slot)
+            for other in self._slots.having(SlotState.READY):
+                if not self._group or other.target.version <= self._state.commit:
+                    other.state = SlotState.SPENT
+            slot.state, slot.transfer_seconds = SlotState.READY, seconds
+            slot.wire, slot.from_ranks, slot.from_peers = job.wire, job.from_ranks, job.from_peers
+            self._trouble = None
+            self._reported = time.monotonic()
             self._changed.notify_all()
+        receipt = Receipt(job.target.epoch, job.target.version, job.wire, job.from_ranks, job.from_peers)
+        self._link.report(staged=receipt, slow=tuple(sorted(job.slow))[:64])
+
+    def _report_slow(self, job: Job) -> None:
+        if job.slow:
+            self._link.report(slow=tuple(sorted(job.slow))[:64])
+
+    def _give_up(self, job: Job, error: DcsError | None) -> None:
+        self._abandon()
+        with self._changed:
+            self._given_up = (job.target, error)
+            self._changed.notify_all()
+
+    def _hello(self) -> Hello:
+        return Hello(self.run, self.name, self._member, self._fingerprint, self._token, self._chunk_bytes)

@@ -10,10 +10,13 @@ from dcs.errors import Closed, DcsError, Timeout
 
 
 class Taken(msgspec.Struct, frozen=True):
-    """What a subscriber took to transfer the version, and from announcement to ack, in seconds."""
+    """What a subscriber took to transfer the version, from announcement to ack, and while it was not serving
+    for it, in seconds.
+    """
 
     transfer_seconds: float
     ack_seconds: float
+    pause_seconds: float
 
 
 class Stats(msgspec.Struct, frozen=True):
@@ -88,12 +91,17 @@ class Ticket:
         """
         with self._changed:
             self._changed.wait_for(lambda: self._error or (self._announced and not self._pending), timeout)
+            if self._error is None and not self._announced:
+                raise Timeout(
+                    f"version {self.version} was not offered within {timeout} s: another rank of the"
+                    " publisher has not published it"
+                )
             if self._error is None and self._pending:
                 raise Timeout(
                     f"version {self.version} was not acknowledged within {timeout} s by"
                     f" {', '.join(sorted(self._pending.values()))}; their health() may say why"
                 )
-            if self._error is not None and self._pending:
+            if self._error is not None and (self._pending or not self._announced):
                 raise self._error
         return self.stats()
 
@@ -116,7 +124,8 @@ class Ticket:
                 elif standing.acked is None or standing.acked.version < self.version:
                     continue
                 elif standing.acked.version == self.version:
-                    self._acked[name] = Taken(standing.acked.transfer_seconds, now - self._began)
+                    acked = standing.acked
+                    self._acked[name] = Taken(acked.transfer_seconds, now - self._began, acked.pause_seconds)
                 else:
                     self._moved_on[name] = standing.acked.version
                 del self._pending[member]

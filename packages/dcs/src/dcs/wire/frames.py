@@ -10,18 +10,28 @@ import msgspec
 
 from dcs.control.messages import PROTOCOL, Label, Text
 from dcs.errors import ProtocolError, ProtocolMismatch
+from dcs.manifest import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES
 
 MAX_HELLO_BYTES = 64 << 10
 HELLO_SECONDS = 5.0
+MAX_PARTS = 256  # of one `sendmsg`, or one `recvmsg_into`
 
-MANIFEST, CHUNKS, DONE = 1, 2, 3  # operations
-OK, SUPERSEDED, REFUSED = 0, 1, 2  # statuses
-TO_THE_END = 0xFFFFFFFF
+SELECT, CHUNKS, DONE, MAP, MANIFEST = 1, 2, 3, 4, 5  # operations
+OK, SUPERSEDED, REFUSED, WAITING = 0, 1, 2, 3  # statuses
+DENSE, DELTA = 0, 1  # encodings of a chunk
+NO_BASE = (1 << 64) - 1
+WAITING_SECONDS = 0.5  # how often a source that waits for its own source says so
 
-# operation, epoch, version, first chunk, number of chunks
-REQUEST = struct.Struct("<B7xQQII")
-# status, chunk index (0 for a manifest), length of what follows
-REPLY = struct.Struct("<B3xII")
+WHOLE = 0
+"""The selection that is there from the start: all of the source's buffer."""
+
+# operation, selection, version, base version, mark, first chunk, number of chunks
+#   SELECT: `selection` gets the rows that follow, int64 [number of chunks, 4]
+#   CHUNKS: send them, as differences from `base` where that is smaller; MAP, MANIFEST, DONE: of `version`
+REQUEST = struct.Struct("<B3xIQQ16sII")
+# status, encoding, chunk index, length of what follows, hash of the chunk, hash of the base's chunk
+#   OK to MAP: `hash` is the arena's number, the encoding is 1 when its descriptor comes along
+REPLY = struct.Struct("<BB2xIIQQ")
 
 _MAGIC = b"dcsw"
 HELLO = struct.Struct("<4sHxxI")
@@ -29,21 +39,25 @@ _TIMEVAL = struct.Struct("@ll")
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
-    """A subscriber to a publisher: who is asking, for what run, with which layout."""
+    """A subscriber to a source: who is asking, for what run, with which layout, in chunks of which size."""
 
     run: Label
     name: Label
     member: int
     fingerprint: Annotated[str, msgspec.Meta(max_length=64)]
     token: Text | None
+    chunk_bytes: Annotated[int, msgspec.Meta(ge=MIN_CHUNK_BYTES, le=MAX_CHUNK_BYTES)]
 
 
 class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
-    """The publisher serves this connection."""
+    """The source serves this connection; these are its own layout's and its own size of chunks."""
+
+    fingerprint: Annotated[str, msgspec.Meta(max_length=64)]
+    chunk_bytes: int
 
 
 class Refusal(msgspec.Struct, frozen=True, tag="refusal"):
-    """The publisher does not, and closes it."""
+    """The source does not, and closes it."""
 
     code: str
     message: str
@@ -80,15 +94,14 @@ def receive(sock: socket.socket, length: int, deadline: float = math.inf) -> byt
     return data
 
 
-def send(sock: socket.socket, header: bytes, payload: memoryview | bytes = b"") -> None:
-    """Send both in as few system calls as the kernel allows. Raises `OSError`."""
-    sent = sock.sendmsg([header, payload])
-    if sent < len(header):
-        sock.sendall(header[sent:])
-        sent = len(header)
-    rest = memoryview(payload)[sent - len(header) :]
-    if rest.nbytes:
-        sock.sendall(rest)
+def send(sock: socket.socket, header: bytes, *payload: memoryview | bytes) -> None:
+    """Send all of it in as few system calls as the kernel allows; at most `MAX_PARTS`. Raises `OSError`."""
+    sent = sock.sendmsg([header, *payload])
+    for part in (header, *payload):
+        view = memoryview(part)
+        if sent < view.nbytes:
+            sock.sendall(view[sent:])
+        sent = max(0, sent - view.nbytes)
 
 
 def send_hello(sock: socket.socket, hello: Hello | Welcome | Refusal) -> None:

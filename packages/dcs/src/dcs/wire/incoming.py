@@ -49,7 +49,9 @@ def _touched(rows: np.ndarray, chunk_bytes: int) -> tuple[tuple[int, int], ...]:
     first, last = start // chunk_bytes, (start + length - 1) // chunk_bytes
     inside = first == last
     found, where = np.unique(first[inside], return_inverse=True)
-    totals = Counter(dict(zip(found.tolist(), np.bincount(where, length[inside]).astype(int).tolist(), strict=True)))
+    totals = Counter(
+        dict(zip(found.tolist(), np.bincount(where, length[inside]).astype(int).tolist(), strict=True))
+    )
     for begin, size in zip(start[~inside].tolist(), length[~inside].tolist(), strict=True):
         end = begin + size
         while begin < end:

@@ -1,50 +1,93 @@
-"""The publisher's end: a listener, and one thread per subscriber that answers its chunk requests."""
+"""A source's end: listeners, and one thread a connection that answers requests for chunks of what is held."""
 
 import hmac
+import os
 import socket
+import struct
 import threading
+import time
 
+from dcs.control.messages import Endpoint
 from dcs.errors import DcsError, ProtocolError, ProtocolMismatch, Unauthorized
-from dcs.manifest import chunk_count
-from dcs.memory.snapshots import Snapshot, SnapshotPair, Superseded
+from dcs.memory.shelf import Copy, Shelf, Superseded
 from dcs.wire import frames
+from dcs.wire.chunks import Selected, Selection, read_rows
+from dcs.wire.machine import machine_id
 
-MAX_CONNECTIONS = 256
-_SEND_SECONDS = 30.0  # without a single byte taken by the subscriber
+MAX_CONNECTIONS = 1024
+_SEND_SECONDS = 30.0  # without a single byte taken by the reader
+_PEER_CREDENTIALS = struct.Struct("3i")
 
 
 class ChunkServer:
-    """Serves the snapshots of one publisher.
+    """Serves the copies on one shelf.
 
     Args:
-        snapshots: what is served.
+        shelf: what is served.
         host, port: where to listen; port 0 takes a free one.
-        run, fingerprint, token: what a subscriber's hello has to show.
+        run, token: what a reader's hello has to show.
+        fingerprint, chunk_bytes: of the layout and the copies here.
+        mappable: also listen on a Unix socket, where processes of the same user may map what is held.
+        patience: seconds to wait for a version that is not here yet, as a relay does.
+        unit: bytes of most elements, for differences between versions.
+        who: how to call this side in errors.
     """
 
     def __init__(
-        self, snapshots: SnapshotPair, host: str, port: int, run: str, fingerprint: str, token: str | None
+        self,
+        shelf: Shelf,
+        host: str,
+        port: int,
+        *,
+        run: str,
+        fingerprint: str,
+        chunk_bytes: int,
+        token: str | None,
+        mappable: bool,
+        patience: float,
+        unit: int,
+        who: str,
     ) -> None:
-        self._snapshots = snapshots
+        self.shelf = shelf
         self.run = run
         self.fingerprint = fingerprint
+        self.chunk_bytes = chunk_bytes
+        self.patience = patience
+        self.unit = unit
+        self.who = who
+        self.sent = 0  # payload bytes, all connections together
         self._token = token
         self._lock = threading.Lock()
         self._connections: list[_Connection] = []
         self._closed = False
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
-            self._listener = socket.create_server((host, port), family=family, backlog=64)
+            listener = socket.create_server((host, port), family=family, backlog=128)
         except OSError as error:
-            raise DcsError(
-                f"the publisher cannot bind {host}:{port}: {error}; choose another port, or 0"
-            ) from error
-        self.port: int = self._listener.getsockname()[1]
-        self._thread = threading.Thread(target=self._accept, name="dcs-accept", daemon=True)
-        self._thread.start()
+            raise DcsError(f"{who} cannot bind {host}:{port}: {error}; choose another port, or 0") from error
+        self.port: int = listener.getsockname()[1]
+        self.path = ""
+        self._listeners = [listener]
+        if mappable:
+            # An abstract name: it ends with the process, however that ends.
+            self.path = f"dcs-{os.getpid()}-{os.urandom(8).hex()}"
+            unix = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            unix.bind(f"\0{self.path}")
+            unix.listen(128)
+            self._listeners.append(unix)
+        self._threads = [
+            threading.Thread(target=self._accept, args=(each,), name="dcs-accept", daemon=True)
+            for each in self._listeners
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def endpoint(self, host: str) -> Endpoint:
+        """Where it can be reached, as the coordinator tells others."""
+        return Endpoint(host, self.port, machine_id(), self.path)
 
     def drop(self, member: int) -> None:
-        """Cut the connections of a subscriber that has been evicted."""
+        """Cut the connections of a reader that has been evicted."""
         with self._lock:
             for connection in self._connections:
                 if connection.member == member:
@@ -56,36 +99,40 @@ class ChunkServer:
             if self._closed:
                 return
             self._closed = True
-            self._listener.shutdown(socket.SHUT_RDWR)  # wakes `accept`
+            for listener in self._listeners:
+                listener.shutdown(socket.SHUT_RDWR)  # wakes `accept`
             for connection in self._connections:
                 connection.cut()
             threads = [connection.thread for connection in self._connections]
-        self._thread.join()
-        self._listener.close()
-        for thread in threads:
+        for thread in (*self._threads, *threads):
             thread.join()
+        for listener in self._listeners:
+            listener.close()
+
+    def count(self, nbytes: int) -> None:
+        """Add to `sent`."""
+        with self._lock:
+            self.sent += nbytes
 
     def authorize(self, hello: frames.Hello) -> frames.Welcome | frames.Refusal:
-        """Whether a hello is one that this publisher serves."""
+        """Whether a hello is one that this source serves."""
         if self._token is not None and not hmac.compare_digest(
             (hello.token or "").encode(), self._token.encode()
         ):
             got = "no token" if hello.token is None else "a wrong token"
             return frames.Refusal(
-                Unauthorized.code, f"subscriber {hello.name!r} showed {got}; give it the publisher's token"
+                Unauthorized.code, f"{hello.name!r} showed {got} to {self.who}; give it the run's token"
             )
-        if (hello.run, hello.fingerprint) != (self.run, self.fingerprint):
+        if hello.run != self.run:
             return frames.Refusal(
-                DcsError.code,
-                f"subscriber {hello.name!r} asked for run {hello.run!r} with layout {hello.fingerprint},"
-                f" this publisher serves run {self.run!r} with layout {self.fingerprint}",
+                DcsError.code, f"{hello.name!r} asked for run {hello.run!r}, {self.who} serves {self.run!r}"
             )
-        return frames.Welcome()
+        return frames.Welcome(self.fingerprint, self.chunk_bytes)
 
-    def _accept(self) -> None:
+    def _accept(self, listener: socket.socket) -> None:
         while True:
             try:
-                sock, _ = self._listener.accept()
+                sock, _ = listener.accept()
             except ConnectionAbortedError:
                 continue  # it hung up before it was accepted
             except OSError:
@@ -94,10 +141,10 @@ class ChunkServer:
                 raise
             with self._lock:
                 self._reap()
-                if self._closed or len(self._connections) >= MAX_CONNECTIONS:
+                if self._closed or len(self._connections) >= MAX_CONNECTIONS or not _same_user(sock):
                     sock.close()
                     continue
-                connection = _Connection(self, self._snapshots, sock)
+                connection = _Connection(self, sock)
                 self._connections.append(connection)
                 connection.thread.start()
 
@@ -107,15 +154,28 @@ class ChunkServer:
             self._connections.remove(connection)
 
 
-class _Connection:
-    """One subscriber's connection, and the thread that serves it."""
+def _same_user(sock: socket.socket) -> bool:
+    """Whether a Unix socket's peer runs as this user; an abstract name has no permissions of its own."""
+    if sock.family != socket.AF_UNIX:
+        return True
+    raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size)
+    return _PEER_CREDENTIALS.unpack(raw)[1] in (os.geteuid(), 0)
 
-    def __init__(self, server: ChunkServer, snapshots: SnapshotPair, sock: socket.socket) -> None:
+
+class _Connection:
+    """One reader's connection, and the thread that serves it."""
+
+    def __init__(self, server: ChunkServer, sock: socket.socket) -> None:
         self._server = server
-        self._snapshots = snapshots
+        self._shelf = server.shelf
         self._sock = sock
         self._lock = threading.Lock()
+        self._copies: list[Copy] = []
+        self._selections: dict[int, Selection] = {}
+        self._given: set[int] = set()  # numbers of the arenas whose descriptors the reader has
+        self._chunk_bytes = 0
         self.open = True
+        self.maps = False
         self.member = 0
         self.thread = threading.Thread(target=self._run, name="dcs-serve", daemon=True)
 
@@ -135,6 +195,8 @@ class _Connection:
         except OSError:
             return  # gone, stalled or cut: it reconnects and resumes, or its lease lapses
         finally:
+            for copy in self._copies:
+                self._shelf.close_reader(self, copy, done=False)
             with self._lock:
                 self.open = False
                 self._sock.close()
@@ -142,48 +204,48 @@ class _Connection:
     def _welcome(self) -> bool:
         frames.set_deadlines(self._sock, frames.HELLO_SECONDS)
         try:
-            hello = frames.receive_hello(self._sock, "a subscriber")
+            hello = frames.receive_hello(self._sock, "a reader")
             if not isinstance(hello, frames.Hello):
-                raise ProtocolError("a subscriber opened with an answer, expected a hello")
+                raise ProtocolError("a reader opened with an answer, expected a hello")
         except (ProtocolError, ProtocolMismatch) as error:
             frames.send_hello(self._sock, frames.Refusal(error.code, str(error)))
             return False
         answer = self._server.authorize(hello)
         frames.send_hello(self._sock, answer)
         self.member = hello.member
+        self._fingerprint = hello.fingerprint
+        self._chunk_bytes = hello.chunk_bytes
         frames.set_deadlines(self._sock, _SEND_SECONDS)
         return isinstance(answer, frames.Welcome)
 
     def _serve(self) -> None:
-        current: Snapshot | None = None
-        try:
-            while True:
-                operation, epoch, version, first, count = frames.REQUEST.unpack(self._next_request())
-                if operation == frames.DONE or (current is not None and operation == frames.MANIFEST):
-                    if current is not None:
-                        self._snapshots.close(self, current)
-                        current = None
-                    if operation == frames.DONE:
-                        continue
-                if operation == frames.MANIFEST:
-                    try:
-                        current = self._snapshots.open(self, epoch, version)
-                    except Superseded:
-                        frames.send(self._sock, frames.REPLY.pack(frames.SUPERSEDED, 0, 0))
-                        continue
-                    encoded = current.encoded
-                    frames.send(self._sock, frames.REPLY.pack(frames.OK, 0, len(encoded)), encoded)
-                elif operation == frames.CHUNKS:
-                    self._send_chunks(current, epoch, version, first, count)
-                else:
-                    frames.send(self._sock, frames.REPLY.pack(frames.REFUSED, 0, 0))
-                    return
-        finally:
-            if current is not None:
-                self._snapshots.close(self, current)
+        while True:
+            request = frames.REQUEST.unpack(self._next_request())
+            operation, selection, version, base, mark, first, count = request
+            try:
+                match operation:
+                    case frames.SELECT:
+                        rows = read_rows(self._sock, count, self._shelf.layout.offsets()[1])
+                        self._selections[selection] = Selection.of(rows, self._chunk_bytes)
+                    case frames.CHUNKS:
+                        copy = self._copy(version, mark)
+                        self._send_chunks(copy, self._selection(selection, copy), base, first, count)
+                    case frames.MAP:
+                        self._send_memory(self._copy(version, mark))
+                    case frames.MANIFEST:
+                        self._send_manifest(self._copy(version, mark))
+                    case frames.DONE:
+                        self._close_copy(version, mark)
+                    case _:
+                        raise ProtocolError(f"operation {operation} is none of this protocol's")
+            except Superseded:
+                self._reply(frames.SUPERSEDED)
+            except ProtocolError:
+                self._reply(frames.REFUSED)
+                return
 
     def _next_request(self) -> bytearray:
-        """The next request, however long it takes: between versions a subscriber has nothing to ask."""
+        """The next request, however long it takes: between versions a reader has nothing to ask."""
         while True:
             try:
                 first = frames.receive(self._sock, 1)
@@ -191,22 +253,72 @@ class _Connection:
                 continue  # still idle; `cut` ends the wait
             return first + frames.receive(self._sock, frames.REQUEST.size - 1)
 
-    def _send_chunks(
-        self, current: Snapshot | None, epoch: int, version: int, first: int, count: int
-    ) -> None:
-        manifest = None if current is None else current.manifest
-        if current is None or manifest is None or (manifest.epoch, manifest.version) != (epoch, version):
-            frames.send(self._sock, frames.REPLY.pack(frames.SUPERSEDED, 0, 0))
-            return
-        total = chunk_count(manifest.nbytes, manifest.chunk_bytes)
-        last = total if count == frames.TO_THE_END else first + count
-        if first > total or last > total:
-            frames.send(self._sock, frames.REPLY.pack(frames.REFUSED, first, 0))
-            raise ConnectionAbortedError(f"asked for chunks {first} to {last} of {total}")
-        for index in range(first, last):
+    def _reply(self, status: int, index: int = 0) -> None:
+        frames.send(self._sock, frames.REPLY.pack(status, 0, index, 0, 0, 0))
+
+    def _copy(self, version: int, mark: bytes) -> Copy:
+        for copy in self._copies:
+            if (copy.version, copy.mark) == (version, mark):
+                return copy
+        deadline = time.monotonic() + self._server.patience
+        while True:
             try:
-                with self._snapshots.chunk(current, index) as payload:
-                    frames.send(self._sock, frames.REPLY.pack(frames.OK, index, payload.nbytes), payload)
+                copy = self._shelf.open(
+                    self, version, mark, min(self._server.patience, frames.WAITING_SECONDS)
+                )
+                self._copies.append(copy)
+                return copy
             except Superseded:
-                frames.send(self._sock, frames.REPLY.pack(frames.SUPERSEDED, index, 0))
+                if time.monotonic() >= deadline:
+                    raise
+                self._reply(frames.WAITING)
+
+    def _close_copy(self, version: int, mark: bytes) -> None:
+        for copy in self._copies:
+            if (copy.version, copy.mark) == (version, mark):
+                self._copies.remove(copy)
+                self._shelf.close_reader(self, copy, done=True)
                 return
+
+    def _selection(self, number: int, copy: Copy) -> Selection:
+        selection = self._selections.get(number)
+        if selection is None and number == frames.WHOLE:
+            selection = self._selections[number] = Selection.all_of(copy.arena.nbytes, self._chunk_bytes)
+        if selection is None:
+            raise ProtocolError(f"selection {number} was never sent")
+        return selection
+
+    def _await(self, copy: Copy, selected: Selected, index: int | None) -> None:
+        """Until a chunk (None: all of them) has arrived here; tells the reader that it is waited for."""
+        while not self._shelf.await_chunk(copy, lambda: selected.arrived(index), frames.WAITING_SECONDS):
+            self._reply(frames.WAITING)
+
+    def _send_chunks(self, copy: Copy, selection: Selection, base: int, first: int, count: int) -> None:
+        if first + count > len(selection):
+            raise ProtocolError(f"asked for chunks {first} to {first + count} of {len(selection)}")
+        older = None if base == frames.NO_BASE else self._shelf.find(base)
+        selected = Selected(copy, selection, older, self._server.unit)
+        for index in range(first, first + count):
+            self._await(copy, selected, index)
+            with self._shelf.sending(copy):
+                encoding, hashes, parts, nbytes = selected.read(index, self._shelf)
+                header = frames.REPLY.pack(frames.OK, encoding, index, nbytes, *hashes)
+                frames.send(self._sock, header, *parts)
+            self._server.count(nbytes)
+
+    def _send_memory(self, copy: Copy) -> None:
+        if self._sock.family != socket.AF_UNIX or self._fingerprint != self._server.fingerprint:
+            raise ProtocolError("memory is mapped over a Unix socket, by readers with the same layout")
+        self.maps = True
+        self._await(copy, Selected(copy, self._selection(frames.WHOLE, copy), None, 1), None)
+        arena = copy.arena
+        fresh = arena.number not in self._given
+        self._given.add(arena.number)
+        header = frames.REPLY.pack(frames.OK, int(fresh), 0, 0, arena.number, 0)
+        with self._shelf.sending(copy):
+            socket.send_fds(self._sock, [header], [arena.descriptor] if fresh else [])
+
+    def _send_manifest(self, copy: Copy) -> None:
+        self._await(copy, Selected(copy, self._selection(frames.WHOLE, copy), None, 1), None)
+        encoded = copy.manifest(self._server.fingerprint).encode()
+        frames.send(self._sock, frames.REPLY.pack(frames.OK, 0, 0, len(encoded), 0, 0), encoded)

@@ -1,0 +1,285 @@
+"""The copies of versions that a member has, and who is reading them; the same for publishers and subscribers.
+
+A copy may be read while it is still being filled: a reader waits for the bytes it wants. It is written only
+when nobody reads it: `Shelf.reserve` supersedes the oldest copy, whose readers move on to a newer version. An
+arena that another process may still have mapped is never written again; it is let go instead.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from dcs.delta import Changed
+from dcs.errors import DcsError
+from dcs.layout import Layout
+from dcs.manifest import Manifest, chunk_count, hash_chunk
+from dcs.memory.arena import Arena
+
+_SEND_SECONDS = 1.0  # for a chunk that is being sent to finish, before its reader is cut
+_CUT_SECONDS = 10.0  # for a cut reader to notice; a shut-down socket returns at once
+MAX_ARENAS = 5
+"""Two are enough unless readers of this machine keep older ones mapped."""
+
+
+class Superseded(Exception):
+    """The version asked for is not held (any more). Never leaves the package."""
+
+
+class Reader(Protocol):
+    """Somebody who reads a copy over a connection. `maps`: it has the memory mapped."""
+
+    maps: bool
+
+    def cut(self) -> None:
+        """End the reader's connection at once."""
+        ...
+
+
+@dataclass(eq=False)
+class Copy:
+    """One version in one arena.
+
+    Attributes:
+        mark: what it is asked for by, besides its number: the root of the rank's part, or of the version.
+        missing: int64 [chunks], bytes of each chunk that have not arrived.
+        hashes: xxh3-64 of each chunk, once it is known.
+        selected: the same for the chunks of other selections than the whole buffer.
+        deltas: differences to older copies that have been made for readers.
+        derived_from: the version that `changes` are counted from, where chunks came as differences.
+    """
+
+    arena: Arena
+    version: int
+    mark: bytes
+    chunk_bytes: int
+    hashes: list[int | None]
+    missing: np.ndarray
+    complete: bool = False
+    readers: set[Reader] = field(default_factory=set)
+    sending: int = 0
+    closing: bool = False  # takes no new readers
+    retired: bool = False  # gives no further chunk
+    tainted: bool = False  # a process that has been cut off may still have it mapped
+    selected: dict[bytes, list[int | None]] = field(default_factory=dict)
+    deltas: dict[tuple[bytes, int, int], bytes | None] = field(default_factory=dict)
+    derived_from: int = -1
+    changes: dict[int, Changed] = field(default_factory=dict)
+
+    @property
+    def remaining(self) -> int:
+        """Bytes that have not arrived."""
+        return int(self.missing.sum())
+
+    def span(self, index: int) -> tuple[int, int]:
+        """The byte range of a chunk."""
+        return index * self.chunk_bytes, min((index + 1) * self.chunk_bytes, self.arena.nbytes)
+
+    def hash(self, index: int) -> int:
+        """xxh3-64 of a chunk that has arrived."""
+        value = self.hashes[index]
+        if value is None:
+            start, end = self.span(index)
+            value = self.hashes[index] = hash_chunk(self.arena.memory[start:end])
+        return value
+
+    def manifest(self, layout: str) -> Manifest:
+        """Of a copy that is complete; `layout` is the fingerprint."""
+        hashes = [self.hash(index) for index in range(len(self.hashes))]
+        return Manifest.of(self.version, layout, self.arena.nbytes, self.chunk_bytes, hashes)
+
+
+def whole(arena: Arena, version: int, mark: bytes, chunk_bytes: int, hashes: list[int | None]) -> Copy:
+    """A copy whose bytes are all there."""
+    missing = np.zeros(len(hashes), dtype=np.int64)
+    return Copy(arena, version, mark, chunk_bytes, hashes, missing, complete=True)
+
+
+def empty(arena: Arena, version: int, mark: bytes, chunk_bytes: int) -> Copy:
+    """A copy that is to be filled."""
+    chunks = chunk_count(arena.nbytes, chunk_bytes)
+    missing = np.full(chunks, chunk_bytes, dtype=np.int64)
+    if chunks:
+        missing[-1] = arena.nbytes - (chunks - 1) * chunk_bytes
+    return Copy(arena, version, mark, chunk_bytes, [None] * chunks, missing)
+
+
+class Shelf:
+    """Copies, oldest first, and spare arenas.
+
+    Attributes:
+        changed: guards everything here and in the copies; notified when bytes arrive or a reader leaves.
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+        self.changed = threading.Condition()
+        self.held: list[Copy] = []
+        self._free: deque[Arena] = deque()
+        self._limbo: list[Copy] = []  # superseded, and still mapped by readers that will let go of them
+        self._owned = 0
+
+    def spare(self) -> Arena | None:
+        """An arena that nobody uses; None when there are two already."""
+        with self.changed:
+            if self._free:
+                return self._free.popleft()
+            if self._owned < 2:
+                return self._allocate()
+            return None
+
+    def reserve(self, oldest: Copy, grace: float) -> Arena:
+        """The arena of `oldest`, once nobody reads it, to be given back by `put` or `release`.
+
+        Waits up to `grace` seconds for its readers to finish, then supersedes it. An arena that is still
+        mapped elsewhere is left to its readers and another one comes back; with `MAX_ARENAS` of them, waits
+        `_CUT_SECONDS` for one and raises `DcsError`.
+        """
+        with self.changed:
+            oldest.closing = True
+            self.changed.wait_for(lambda: not oldest.readers, grace)
+            oldest.retired = True
+            self._end_sending(oldest)
+            self.held.remove(oldest)
+            if self._dismiss(oldest):
+                return oldest.arena
+            if not self._free and self._owned >= MAX_ARENAS:
+                self.changed.wait_for(lambda: self._free, _CUT_SECONDS)
+            if self._free:
+                return self._free.popleft()
+            if self._owned < MAX_ARENAS:
+                return self._allocate()
+            raise DcsError(
+                f"{MAX_ARENAS} versions are mapped by readers of this machine that do not let go of them;"
+                " acknowledge or release what next() gave, or end the stopped ones"
+            )
+
+    def put(self, copy: Copy) -> None:
+        """Make a copy readable."""
+        with self.changed:
+            self.held.append(copy)
+            self.changed.notify_all()
+
+    def withdraw(self, copy: Copy) -> None:
+        """Take a copy back at once; its arena is free when its readers have gone."""
+        with self.changed:
+            if copy not in self.held:
+                return
+            copy.closing = copy.retired = True
+            self._end_sending(copy)
+            self.held.remove(copy)
+            if self._dismiss(copy):
+                self._free.append(copy.arena)
+            self.changed.notify_all()
+
+    def release(self, arena: Arena) -> None:
+        """Give back an arena that was reserved and not put."""
+        with self.changed:
+            self._free.append(arena)
+            self.changed.notify_all()
+
+    def open(self, reader: Reader, version: int, mark: bytes, seconds: float) -> Copy:
+        """The copy of a version, for reading; it stays until `close`.
+
+        Waits up to `seconds` for it to come. Raises `Superseded` when it does not.
+        """
+
+        def found() -> Copy | None:
+            for copy in self.held:
+                if (copy.version, copy.mark) == (version, mark) and not copy.closing:
+                    return copy
+            return None
+
+        with self.changed:
+            self.changed.wait_for(lambda: found() or self._newest() > version, seconds)
+            copy = found()
+            if copy is None:
+                raise Superseded
+            copy.readers.add(reader)
+            return copy
+
+    def find(self, version: int) -> Copy | None:
+        """A whole copy of this version, or None."""
+        with self.changed:
+            for copy in self.held:
+                if copy.version == version and copy.complete and not copy.retired:
+                    return copy
+            return None
+
+    def await_chunk(self, copy: Copy, ready: Callable[[], bool], seconds: float) -> bool:
+        """Wait until `ready`; False when the time is over. Raises `Superseded` when the copy is retired."""
+        with self.changed:
+            self.changed.wait_for(lambda: copy.retired or ready(), seconds)
+            if copy.retired:
+                raise Superseded
+            return ready()
+
+    @contextmanager
+    def sending(self, *copies: Copy) -> Iterator[None]:
+        """While this lasts the copies are not written; keep it short. Raises `Superseded`."""
+        with self.changed:
+            if any(copy.retired for copy in copies):
+                raise Superseded
+            for copy in copies:
+                copy.sending += 1
+        try:
+            yield
+        finally:
+            with self.changed:
+                for copy in copies:
+                    copy.sending -= 1
+                self.changed.notify_all()
+
+    def close_reader(self, reader: Reader, copy: Copy, done: bool) -> None:
+        """The reader's connection needs the copy no more; `done`: the reader itself has said so."""
+        with self.changed:
+            copy.readers.discard(reader)
+            copy.tainted |= reader.maps and not done
+            if copy in self._limbo and not any(other.maps for other in copy.readers):
+                self._limbo.remove(copy)
+                if self._dismiss(copy):
+                    self._free.append(copy.arena)
+            self.changed.notify_all()
+
+    def close(self) -> None:
+        """Close every arena."""
+        with self.changed:
+            for arena in [*(copy.arena for copy in (*self.held, *self._limbo)), *self._free]:
+                arena.close()
+            for waiting in (self.held, self._limbo, self._free):
+                waiting.clear()
+
+    def _newest(self) -> int:
+        return max((copy.version for copy in self.held), default=-1)
+
+    def _allocate(self) -> Arena:
+        arena = Arena(self.layout)
+        self._owned += 1
+        return arena
+
+    def _dismiss(self, copy: Copy) -> bool:
+        """Whether the arena of a copy that has left `held` may be written again."""
+        copy.deltas.clear()
+        if any(reader.maps for reader in copy.readers):
+            self._limbo.append(copy)
+            return False
+        if copy.tainted or copy.arena.mapped:
+            copy.arena.close()
+            self._owned -= not copy.arena.mapped
+            return False
+        return True
+
+    def _end_sending(self, copy: Copy) -> None:
+        if self.changed.wait_for(lambda: not copy.sending, _SEND_SECONDS):
+            return
+        for reader in list(copy.readers):
+            reader.cut()
+        if not self.changed.wait_for(lambda: not copy.sending, _CUT_SECONDS):
+            raise DcsError(
+                f"version {copy.version} is still being sent {_CUT_SECONDS} s after its readers were cut; its"
+                " buffer cannot be reused"
+            )

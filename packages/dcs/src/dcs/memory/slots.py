@@ -1,0 +1,81 @@
+"""A subscriber's versions: one that is coming, one that is ready, one that is given out, and those spent."""
+
+import enum
+from dataclasses import dataclass
+
+from dcs.control.messages import Announcement
+from dcs.memory import shelf as shelves
+from dcs.memory.shelf import Copy, Shelf
+
+
+class SlotState(enum.Enum):
+    """What a version is for just now. SPENT: acknowledged or passed over; kept for peers and as a base."""
+
+    FILLING = enum.auto()
+    READY = enum.auto()
+    HELD = enum.auto()
+    SPENT = enum.auto()
+
+
+@dataclass(eq=False)
+class Slot:
+    """One version here, and how it came."""
+
+    copy: Copy
+    target: Announcement
+    state: SlotState
+    transfer_seconds: float = 0.0
+    wire: str = ""
+    from_ranks: int = 0
+    from_peers: int = 0
+
+    def is_of(self, target: Announcement) -> bool:
+        """Whether it has (or is getting) exactly these weights as this version."""
+        return (self.target.version, self.target.roots) == (target.version, target.roots)
+
+
+class Slots:
+    """All slots of a subscriber. Its caller guards it with a lock; `make_room` is called without."""
+
+    def __init__(self, shelf: Shelf, chunk_bytes: int) -> None:
+        self._shelf = shelf
+        self._chunk_bytes = chunk_bytes
+        self.all: list[Slot] = []
+
+    def having(self, *states: SlotState) -> list[Slot]:
+        """Those in one of these states, the newest first."""
+        found = [slot for slot in self.all if slot.state in states]
+        return sorted(found, key=lambda slot: slot.target.version, reverse=True)
+
+    def newest_whole(self) -> Slot | None:
+        """The newest that is complete, if any."""
+        whole = self.having(SlotState.READY, SlotState.HELD, SlotState.SPENT)
+        return whole[0] if whole else None
+
+    def victim(self) -> Slot | None:
+        """Whose memory the next version takes: the oldest that is spent; else one that is ready, as it is
+        passed over. None when there is neither.
+        """
+        mine = [slot for slot in self.having(SlotState.SPENT) if not slot.copy.arena.mapped]
+        mine = mine or [slot for slot in self.having(SlotState.READY) if not slot.copy.arena.mapped]
+        return mine[-1] if mine else None
+
+    def make_room(self, target: Announcement, root: bytes, victim: Slot | None) -> tuple[Copy, Copy | None]:
+        """An empty copy for `target`, readable by peers as it fills, and what its arena held before.
+
+        Raises `DcsError` when there is no memory.
+        """
+        arena = self._shelf.spare()
+        former = None
+        if arena is None and victim is not None:
+            former = victim.copy
+            arena = self._shelf.reserve(former, 0.0)
+            if arena is not former.arena:
+                former = None
+        if arena is None:
+            raise RuntimeError(
+                "there is no slot to fill"
+            )  # one is held, one is filled, and the rest is spent
+        copy = shelves.empty(arena, target.version, root, self._chunk_bytes)
+        self._shelf.put(copy)
+        return copy, former

@@ -1,0 +1,423 @@
+"""Where a subscriber gets a version from: memory of this machine, peers that have it, the training ranks.
+
+An attempt goes through the sources in the coordinator's order. Whatever fails, the next source goes on with
+what is still missing; a version is never started over.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from dcs import manifest as manifests
+from dcs.control.messages import Announcement, Source
+from dcs.errors import CorruptChunk, DcsError, LayoutMismatch, ProtocolError, PublisherLost
+from dcs.layout import Layout
+from dcs.memory import shelf as shelves
+from dcs.memory.arena import Arena
+from dcs.memory.shelf import Copy, Shelf, Superseded
+from dcs.plan.planner import plan
+from dcs.wire.connection import Connection, where
+from dcs.wire.frames import Hello
+from dcs.wire.incoming import Stream, whole_stream
+from dcs.wire.machine import machine_id
+from dcs.wire.transfer import Lane, Transfer, run_lanes
+
+_WATCH_SECONDS = 0.25
+_PATIENCE_SECONDS = 2.0  # with a source before it can be called slow
+_SLOW = 5.0  # times longer than versions take else
+_UNKNOWN_SECONDS = 10.0  # what a version may take when none has been received yet
+_INLINE = 4  # chunks; fewer are fetched without a thread of their own
+_HOLDERS = 4  # sources of the same layout at a time
+
+
+@dataclass(eq=False)
+class Job:
+    """One version on its way; survives failed attempts.
+
+    Attributes:
+        target: what is fetched.
+        copy: where to; None until memory is needed, and not at all when it is mapped.
+        wire: how it came.
+        slow: members that were too slow to wait for.
+        failures: the last error of each source.
+    """
+
+    target: Announcement
+    copy: Copy | None = None
+    transfer: Transfer | None = None
+    began: float = field(default_factory=time.monotonic)
+    wire: str = ""
+    from_ranks: int = 0
+    from_peers: int = 0
+    slow: set[int] = field(default_factory=set)
+    failures: dict[str, Exception] = field(default_factory=dict)
+
+    @property
+    def root(self) -> bytes:
+        """The version's root."""
+        return manifests.version_root(self.target.roots)
+
+    def mark(self, source: Source) -> bytes:
+        """What a source calls this version."""
+        return self.root if source.rank < 0 else self.target.roots[source.rank]
+
+
+class Puller:
+    """Fetches versions; only one thread calls `attempt`.
+
+    Args:
+        shelf, layout, chunk_bytes: of the copies here.
+        hello: what to say to a source.
+        layouts: the layouts of sources, by fingerprint.
+        wires: which of `shm` and `tcp` may be used.
+        streams: connections to a source on another machine.
+        delta: take differences to the version before: always, never, or (None) from other machines.
+        progress: called now and then with bytes done, bytes in all, and the version.
+        stopped: whether to give up.
+    """
+
+    def __init__(
+        self,
+        shelf: Shelf,
+        layout: Layout,
+        chunk_bytes: int,
+        *,
+        hello: Callable[[], Hello],
+        layouts: Callable[[Sequence[str]], dict[str, Layout]],
+        wires: Sequence[str],
+        streams: int,
+        delta: bool | None,
+        progress: Callable[[int, int, int], None] | None,
+        stopped: Callable[[], bool],
+    ) -> None:
+        self._shelf = shelf
+        self._layout = layout
+        self._fingerprint = layout.fingerprint
+        self._nbytes = layout.offsets()[1]
+        self._chunk_bytes = chunk_bytes
+        self._hello = hello
+        self._layouts = layouts
+        self._known: dict[str, Layout] = {self._fingerprint: layout}
+        self._wires = wires
+        self._streams = streams
+        self._delta = delta
+        self._progress = progress
+        self._stopped = stopped
+        self._whole = whole_stream(self._nbytes, chunk_bytes)
+        self._planned: tuple[tuple[str, ...], list[Stream | None]] | None = None
+        self._pool: dict[tuple[int, bool], list[Connection]] = {}
+        self._busy: set[Connection] = set()
+        self._mapped: dict[tuple[int, int], Arena] = {}  # by the source's member and its arena's number
+        self._owners: dict[Copy, tuple[Connection, bytes]] = {}
+        self._best = 0.0  # bytes a second, of the fastest version so far
+
+    def attempt(
+        self,
+        job: Job,
+        sources: Sequence[Source],
+        reserve: Callable[[Job], tuple[Copy, Copy | None, Copy | None]],
+    ) -> None:
+        """Bring what is missing, from any of `sources`; returns when the version is whole.
+
+        Args:
+            reserve: gives a copy to fill, an older whole one, and what the former's arena held before.
+
+        Raises `Superseded` when no training rank holds the version any more; `CorruptChunk`, `LayoutMismatch`
+        and `Unauthorized` when another attempt is of no use; `PublisherLost` when one may be.
+        """
+        job.failures.clear()
+        self._forget({source.member for source in sources})
+        if job.copy is None and "shm" in self._wires:
+            near = [source for source in sources if self._is_here(source) and source.endpoint.path]
+            same = [source for source in near if source.layout == self._fingerprint]
+            if any(self._attempt(job, [source], lambda one: self._map(job, one[0])) for source in same):
+                return
+        if job.transfer is None:
+            job.copy, base, former = reserve(job)
+            job.transfer = Transfer(self._shelf, job.copy, base if self._delta is not False else None, former)
+        tiers = self._tiers(job, sources) if "tcp" in self._wires else []
+        for number, tier in enumerate(tiers):
+            last = number == len(tiers) - 1
+            self._attempt(job, tier, lambda some, last=last: self._fetch(job, some, last))
+            if job.transfer.copy.complete:
+                self._rate(job)
+                return
+            if self._stopped():
+                return
+        self._raise(job, sources)
+
+    def release(self, copy: Copy) -> None:
+        """A copy is not read here any more; tells its owner when it was mapped."""
+        connection, mark = self._owners.pop(copy, (None, b""))
+        if connection is not None:
+            try:
+                connection.done(copy.version, mark)
+            except OSError:
+                return  # the owner has gone; so has its interest
+
+    def cut(self) -> None:
+        """End every connection, from another thread."""
+        for connection in [*self._busy, *(each for idle in self._pool.values() for each in idle)]:
+            connection.cut()
+
+    def close(self) -> None:
+        """Close every connection; by the thread that calls `attempt`, or after it has ended."""
+        for idle in self._pool.values():
+            for connection in idle:
+                connection.close()
+        self._pool.clear()
+        for arena in self._mapped.values():
+            arena.close()
+        self._mapped.clear()
+
+    # One source, or several at once.
+
+    def _attempt(self, job: Job, sources: list[Source], fetch: Callable[[list[Source]], bool]) -> bool:
+        try:
+            return fetch(sources)
+        except (OSError, DcsError, Superseded) as error:
+            for source in sources:
+                job.failures.setdefault(source.name, error)
+            return False
+
+    def _map(self, job: Job, source: Source) -> bool:
+        mark = job.mark(source)
+        connection = self._connect(source, unix=True)
+        try:
+            number, descriptor = connection.map(job.target.version, mark, self._watch_waiting)
+        except BaseException:
+            self._drop(connection)
+            raise
+        key = (source.member, number)
+        if descriptor is not None:
+            self._mapped[key] = Arena.map(self._layout, descriptor)
+        arena = self._mapped[key]
+        chunks = manifests.chunk_count(self._nbytes, self._chunk_bytes)
+        job.copy = shelves.whole(arena, job.target.version, job.root, self._chunk_bytes, [None] * chunks)
+        self._owners[job.copy] = connection, mark
+        self._give_back(connection)
+        self._shelf.put(job.copy)
+        job.wire = "shm"
+        return True
+
+    def _fetch(self, job: Job, sources: list[Source], last: bool) -> bool:
+        transfer = job.transfer
+        assert transfer is not None
+        same = [source for source in sources if source.layout == self._fingerprint]
+        same = [source for source in same if job.mark(source) == job.mark(same[0])]  # replicas, bit for bit
+        pairs: list[tuple[Source, Stream]] = [(source, self._whole) for source in same]
+        if not same:
+            pairs = self._plan(job, sources)
+        if self._delta is None and any(self._is_here(source) for source, _ in pairs):
+            transfer.base = None
+        coming = [self._whole] if same else [stream for _, stream in pairs]
+        progress = dict(zip(map(id, coming), transfer.begin(coming), strict=True))
+        lanes: list[Lane] = []
+        try:
+            for source, stream in pairs:
+                wanted = 1 if self._is_here(source) else min(self._streams, max(1, len(stream)))
+                for _ in range(wanted):
+                    try:
+                        connection = self._connect(source)
+                    except (OSError, DcsError) as error:
+                        job.failures[source.name] = error
+                        break
+                    lanes.append(
+                        Lane(
+                            transfer,
+                            progress[id(stream)],
+                            connection,
+                            job.target.version,
+                            job.mark(source),
+                            wanted * (len(same) or 1),
+                        )
+                    )
+            self._run(job, lanes, last)
+        finally:
+            self._account(job, lanes, {source.member: source for source in sources})
+        self._finish(job, lanes, same)
+        return transfer.copy.complete
+
+    def _run(self, job: Job, lanes: list[Lane], last: bool) -> None:
+        transfer = job.transfer
+        assert transfer is not None
+        if not lanes:
+            return
+        if len(lanes) == 1 and len(transfer.copy.hashes) <= _INLINE:
+            lanes[0].run()
+            return
+        before, began = transfer.copy.remaining, time.monotonic()
+        allowed = self._nbytes / self._best * _SLOW if self._best else _UNKNOWN_SECONDS
+
+        def watch() -> float:
+            remaining, now = transfer.copy.remaining, time.monotonic()
+            if self._progress is not None:
+                self._progress(self._nbytes - remaining, self._nbytes, job.target.version)
+            rate = max(1.0, (before - remaining) / max(1e-6, now - began))
+            patient = last or bool(transfer.starved) or now - began < _PATIENCE_SECONDS
+            slow = not patient and remaining / rate > max(allowed, _PATIENCE_SECONDS)
+            if slow:
+                job.slow |= {lane.connection.source.member for lane in lanes if not lane.ended}
+            if slow or self._stopped():
+                for lane in lanes:
+                    lane.connection.cut()
+            return _WATCH_SECONDS
+
+        run_lanes(lanes, transfer, watch)
+
+    def _account(self, job: Job, lanes: list[Lane], sources: dict[int, Source]) -> None:
+        """Take what the lanes have brought into the books, and their connections back."""
+        transfer = job.transfer
+        assert transfer is not None
+        for member, count in transfer.received.items():
+            if member in sources and sources[member].rank >= 0:
+                job.from_ranks += count
+            else:
+                job.from_peers += count
+        transfer.received.clear()
+        for lane in lanes:
+            if lane.error is None:
+                self._give_back(lane.connection)
+            else:
+                job.failures[lane.connection.source.name] = lane.error
+                self._drop(lane.connection)
+
+    def _finish(self, job: Job, lanes: list[Lane], same: list[Source]) -> None:
+        transfer, copy = job.transfer, job.copy
+        assert transfer is not None
+        assert copy is not None
+        if not transfer.done or copy.missing.any():
+            return
+        for lane in lanes:
+            source = lane.connection.source
+            whole = source in same and source.rank >= 0 and lane.error is None
+            if whole and lane.connection.welcome.chunk_bytes == self._chunk_bytes:
+                hashes = [copy.hash(index) for index in range(len(copy.hashes))]
+                root = manifests.root_hash(self._fingerprint, self._chunk_bytes, hashes)
+                if root != job.target.roots[source.rank]:
+                    with self._shelf.changed:
+                        copy.missing[:] = self._chunk_bytes
+                    raise CorruptChunk(
+                        f"version {job.target.version} from {source.name!r} has root {root.hex()}, announced"
+                        f" was {job.target.roots[source.rank].hex()}"
+                    )
+                break
+        with self._shelf.changed:
+            copy.complete = True
+            self._shelf.changed.notify_all()
+        for lane in lanes:
+            if lane.error is None:
+                try:
+                    lane.connection.done(job.target.version, job.mark(lane.connection.source))
+                except OSError:
+                    continue  # found out at its next use
+        job.wire = "tcp+delta" if transfer.differences else "tcp"
+        if self._progress is not None:
+            self._progress(self._nbytes, self._nbytes, job.target.version)
+
+    # Choosing.
+
+    def _tiers(self, job: Job, sources: Sequence[Source]) -> list[list[Source]]:
+        """Whom to ask at once, and in which order."""
+        peers = [source for source in sources if source.rank < 0 and source.layout == self._fingerprint]
+        peers = [source for source in peers if source.member not in job.slow]
+        holders = [source for source in peers if source.holds]
+        ranks = [source for source in sources if source.rank >= 0]
+        tiers = [holders[:_HOLDERS]] if holders else []
+        tiers += [[source] for source in peers if not source.holds]
+        if ranks:
+            tiers.append([rank for rank in ranks if rank.layout == self._fingerprint] or ranks)
+        return tiers
+
+    def _plan(self, job: Job, ranks: list[Source]) -> list[tuple[Source, Stream]]:
+        """The stream from each rank that has something for this layout."""
+        key = tuple(source.layout for source in ranks)
+        if self._planned is None or self._planned[0] != key:
+            wanted = sorted(set(key) - self._known.keys())
+            if wanted:
+                self._known |= self._layouts(wanted)
+            missing = sorted(set(key) - self._known.keys())
+            if missing:
+                raise ProtocolError(f"the coordinator does not know the layouts {', '.join(missing)}")
+            member = self._hello().member
+            made = plan(
+                self._layout, [self._known[each] for each in key], turn=member, who=self._hello().name
+            )
+            streams = [
+                Stream(rows, self._chunk_bytes, whole=False) if len(rows) else None for rows in made.blocks
+            ]
+            self._planned = key, streams
+        return [
+            (source, stream)
+            for source, stream in zip(ranks, self._planned[1], strict=True)
+            if stream is not None
+        ]
+
+    def _is_here(self, source: Source) -> bool:
+        return source.endpoint.machine == machine_id()
+
+    def _rate(self, job: Job) -> None:
+        self._best = max(self._best, self._nbytes / max(1e-3, time.monotonic() - job.began))
+
+    def _raise(self, job: Job, sources: Sequence[Source]) -> None:
+        """Say why it did not work, from what each source answered."""
+        ranks = [
+            job.failures[source.name]
+            for source in sources
+            if source.rank >= 0 and source.name in job.failures
+        ]
+        errors = ranks or list(job.failures.values())
+        if any(isinstance(error, Superseded) for error in ranks):
+            raise Superseded
+        for error in errors:
+            final = isinstance(error, DcsError) and not isinstance(error, ProtocolError)
+            if final and (isinstance(error, LayoutMismatch) or error in ranks):
+                raise error
+        reasons = "; ".join(
+            f"{source.name} at {where(source.endpoint)}: {job.failures[source.name]!r}"
+            for source in sources
+            if source.name in job.failures
+        )
+        raise PublisherLost(
+            f"version {job.target.version} of run {job.target.run!r} cannot be pulled now:"
+            f" {reasons or 'no source is known'}"
+        )
+
+    # Connections.
+
+    def _connect(self, source: Source, unix: bool = False) -> Connection:
+        idle = self._pool.get((source.member, unix))
+        if idle:
+            connection = idle.pop()
+        else:
+            connection = Connection(source, unix)
+            self._busy.add(connection)
+            try:
+                if self._stopped():
+                    raise ConnectionAbortedError("closed while connecting")
+                connection.greet(self._hello())
+            except BaseException:
+                self._drop(connection)
+                raise
+        self._busy.add(connection)
+        return connection
+
+    def _give_back(self, connection: Connection) -> None:
+        self._busy.discard(connection)
+        self._pool.setdefault((connection.source.member, connection.unix), []).append(connection)
+
+    def _forget(self, members: set[int]) -> None:
+        """Let go of connections to, and memory of, those who are no sources any more."""
+        for member, unix in [key for key in self._pool if key[0] not in members]:
+            for connection in self._pool.pop((member, unix)):
+                connection.close()
+        for key in [key for key in self._mapped if key[0] not in members]:
+            self._mapped.pop(key).close()
+
+    def _drop(self, connection: Connection) -> None:
+        self._busy.discard(connection)
+        connection.close()
+
+    def _watch_waiting(self) -> None:
+        if self._stopped():
+            raise ConnectionAbortedError("closed while waiting")

@@ -1,0 +1,151 @@
+"""A reader's end: one connection to a source, over which it asks for chunks, memory or the manifest."""
+
+import itertools
+import socket
+from collections.abc import Callable
+
+import numpy as np
+
+from dcs import manifest as manifests
+from dcs.control.messages import Endpoint, Source
+from dcs.errors import ProtocolError, from_refusal
+from dcs.manifest import Manifest
+from dcs.memory.shelf import Superseded
+from dcs.wire import frames
+
+CONNECT_SECONDS = 5.0
+STALL_SECONDS = 1.0  # without a single byte from the source; one that waits itself says so more often
+
+
+class Connection:
+    """Connects, or raises `OSError`; call `greet` before anything else.
+
+    Args:
+        source: whom to connect to.
+        unix: over its Unix socket, for `map`.
+
+    Attributes:
+        welcome: what the source said of itself.
+    """
+
+    def __init__(self, source: Source, unix: bool = False) -> None:
+        self.source = source
+        self.unix = unix
+        self.welcome = frames.Welcome("", 0)
+        self._numbers = itertools.count(1)
+        self._selections: dict[bytes, int] = {}
+        endpoint = source.endpoint
+        if unix:
+            self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            try:
+                self._sock.settimeout(CONNECT_SECONDS)
+                self._sock.connect(f"\0{endpoint.path}")
+            except BaseException:
+                self._sock.close()
+                raise
+        else:
+            self._sock = socket.create_connection((endpoint.host, endpoint.port), CONNECT_SECONDS)
+
+    def greet(self, hello: frames.Hello) -> None:
+        """Say hello; raises what it is refused with, `ProtocolError`, or `OSError`."""
+        frames.set_deadlines(self._sock, frames.HELLO_SECONDS)
+        frames.send_hello(self._sock, hello)
+        sender = f"{self.source.name!r} at {where(self.source.endpoint)}"
+        answer = frames.receive_hello(self._sock, sender)
+        if isinstance(answer, frames.Refusal):
+            raise from_refusal(answer.code, answer.message, {})
+        if not isinstance(answer, frames.Welcome):
+            raise ProtocolError(f"{sender} answered a hello with a hello")
+        self.welcome = answer
+        frames.set_deadlines(self._sock, STALL_SECONDS)
+
+    def select(self, rows: np.ndarray, key: bytes) -> int:
+        """The number of a selection, which is sent when the source does not have it yet."""
+        number = self._selections.get(key)
+        if number is None:
+            number = self._selections[key] = next(self._numbers)
+            header = frames.REQUEST.pack(frames.SELECT, number, 0, 0, bytes(16), 0, len(rows))
+            frames.send(self._sock, header, memoryview(rows.astype("<i8")).cast("B"))
+        return number
+
+    def ask(
+        self,
+        operation: int,
+        version: int,
+        mark: bytes,
+        *,
+        selection: int = frames.WHOLE,
+        base: int = frames.NO_BASE,
+        first: int = 0,
+        count: int = 0,
+    ) -> None:
+        """Send one request."""
+        self._sock.sendall(frames.REQUEST.pack(operation, selection, version, base, mark, first, count))
+
+    def reply(self, waiting: Callable[[], None]) -> tuple[int, int, int, int, int]:
+        """The header of the next answer: encoding, index, length, hash, hash of the base.
+
+        Calls `waiting` whenever the source says that it waits for its own source. Raises `Superseded`,
+        `ProtocolError`, `OSError`.
+        """
+        while True:
+            header = frames.receive(self._sock, frames.REPLY.size)
+            status, encoding, index, length, value, base = frames.REPLY.unpack(header)
+            if status == frames.OK:
+                return encoding, index, length, value, base
+            if status == frames.SUPERSEDED:
+                raise Superseded
+            if status != frames.WAITING:
+                raise ProtocolError(f"{self.source.name!r} refused a request (status {status})")
+            waiting()
+
+    def receive_into(self, view: memoryview) -> None:
+        """Fill `view` with what follows a header. Raises `OSError`."""
+        frames.receive_into(self._sock, view)
+
+    def map(self, version: int, mark: bytes, waiting: Callable[[], None]) -> tuple[int, int | None]:
+        """The number of the arena that holds a version, and its descriptor unless it came before."""
+        self.ask(frames.MAP, version, mark)
+        while True:
+            header, descriptors, _, _ = socket.recv_fds(self._sock, frames.REPLY.size, 1)
+            if len(header) < frames.REPLY.size:
+                raise ConnectionResetError("the source closed the connection")
+            status, fresh, _, _, number, _ = frames.REPLY.unpack(header)
+            if status == frames.WAITING:
+                waiting()
+            elif status == frames.SUPERSEDED:
+                raise Superseded
+            elif status != frames.OK or len(descriptors) != fresh:
+                raise ProtocolError(f"{self.source.name!r} does not let its memory be mapped")
+            else:
+                return number, descriptors[0] if descriptors else None
+
+    def manifest(self, version: int, root: bytes, nbytes: int, waiting: Callable[[], None]) -> Manifest:
+        """The verified manifest of a rank's part. Raises as `reply`, and `CorruptChunk`."""
+        self.ask(frames.MANIFEST, version, root)
+        _, _, length, _, _ = self.reply(waiting)
+        if length > manifests.encoded_limit(nbytes):
+            raise ProtocolError(f"{self.source.name!r} sent a manifest of {length} bytes")
+        raw = frames.receive(self._sock, length)
+        return manifests.decode(raw, self.welcome.fingerprint, nbytes, root)
+
+    def done(self, version: int, mark: bytes) -> None:
+        """Say that a version is not read any more. Raises `OSError`."""
+        self.ask(frames.DONE, version, mark)
+
+    def cut(self) -> None:
+        """End the connection from another thread; whoever reads from it gets an `OSError`."""
+        try:
+            self._sock.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            return  # the peer was faster
+
+    def close(self) -> None:
+        """Close the socket; only by the thread that reads from it."""
+        self._sock.close()
+
+
+def where(endpoint: Endpoint) -> str:
+    """An endpoint as people write it."""
+    host = f"[{endpoint.host}]" if ":" in endpoint.host else endpoint.host
+    return f"{host}:{endpoint.port}"
