@@ -154,7 +154,7 @@ def test_pieces_that_do_not_fit_their_tensor_are_refused(shape, pieces, fault):
     ],
 )
 def test_a_piece_is_a_box_of_its_global_tensor(piece):
-    with pytest.raises(ValueError, match="'g'|g\\["):
+    with pytest.raises(ValueError, match=r"'g'|g\["):
         Piece(*piece)
     encoded = msgspec.msgpack.encode(piece)
     with pytest.raises(msgspec.ValidationError):
