@@ -12,6 +12,7 @@ import torch
 
 from dcs import manifest as manifests
 from dcs.control.address import require_token
+from dcs.control.curve import MemberKeys
 from dcs.control.link import Link, Rejoining
 from dcs.control.messages import Complete, Fenced, FromCoordinator, Join, Joined, Roster
 from dcs.errors import Closed, CoordinatorLost, DcsError, StaleVersion, Timeout, from_refusal
@@ -22,6 +23,7 @@ from dcs.memory.shelf import Copy, Shelf, whole
 from dcs.ticket import Ticket
 from dcs.wire.chunks import unit_of
 from dcs.wire.server import ChunkServer
+from dcs.wire.tls import Tls
 
 WIRES = ("collective", "shm", "tcp")
 
@@ -39,6 +41,8 @@ class Publisher:
         layout: of the tensors that will be published, from `dcs.layout.of`. Where its dtypes differ from the
             tensors' (both floating), they are cast when they are frozen.
         token: the coordinator's token; subscribers must show the same.
+        tls: certificates, to encrypt what is sent over TCP; all members of a run have to give some.
+        curve: keys, to encrypt what is said to a coordinator that has some.
         wires: what subscribers may use: `shm` (this process's memory is mapped on this machine), `tcp`.
         host: address to serve chunks at; off loopback a token is required.
         port: port to serve chunks at; 0 takes a free one.
@@ -65,6 +69,8 @@ class Publisher:
         session: str | None = None,
         layout: Layout,
         token: str | None = None,
+        tls: Tls | None = None,
+        curve: MemberKeys | None = None,
         wires: Sequence[str] = WIRES,
         host: str = "127.0.0.1",
         port: int = 0,
@@ -112,11 +118,12 @@ class Publisher:
             mappable="shm" in wires,
             patience=0.0,
             unit=unit_of(layout),
+            identity=tls,
             who=f"publisher {name!r}",
         )
         self.endpoint = self._server.endpoint(advertise or host)
         try:
-            self._link = Link(address, self._receive, self._coordinator_changed)
+            self._link = Link(address, self._receive, self._coordinator_changed, curve=curve)
             try:
                 join = Join(
                     0,

@@ -20,6 +20,7 @@ from dcs.wire.connection import Connection, where
 from dcs.wire.frames import Hello
 from dcs.wire.incoming import Stream, whole_stream
 from dcs.wire.machine import machine_id
+from dcs.wire.tls import Tls, client_context
 from dcs.wire.transfer import Lane, Transfer, run_lanes
 
 _WATCH_SECONDS = 0.25
@@ -73,6 +74,7 @@ class Puller:
         streams: connections to a source on another machine.
         delta: take differences to the version before: always, never, or (None) from other machines.
         progress: called now and then with bytes done, bytes in all, and the version.
+        tls: speak TLS with sources, over TCP.
         stopped: whether to give up.
     """
 
@@ -88,6 +90,7 @@ class Puller:
         streams: int,
         delta: bool | None,
         progress: Callable[[int, int, int], None] | None,
+        tls: Tls | None,
         stopped: Callable[[], bool],
     ) -> None:
         self._shelf = shelf
@@ -102,6 +105,7 @@ class Puller:
         self._streams = streams
         self._delta = delta
         self._progress = progress
+        self._context = None if tls is None else client_context(tls)
         self._stopped = stopped
         self._whole = whole_stream(self._nbytes, chunk_bytes)
         self._planned: tuple[tuple[str, ...], list[Stream | None]] | None = None
@@ -390,7 +394,7 @@ class Puller:
         if idle:
             connection = idle.pop()
         else:
-            connection = Connection(source, unix)
+            connection = Connection(source, unix, self._context)
             self._busy.add(connection)
             try:
                 if self._stopped():

@@ -9,6 +9,7 @@ from typing import Literal, Self
 import torch
 
 from dcs.control.address import require_token
+from dcs.control.curve import MemberKeys
 from dcs.control.link import Link
 from dcs.control.messages import (
     Acked,
@@ -41,6 +42,7 @@ from dcs.staged import Health, Staged
 from dcs.wire.chunks import unit_of
 from dcs.wire.frames import Hello
 from dcs.wire.server import ChunkServer
+from dcs.wire.tls import Tls
 
 _BACKOFF_SECONDS = (0.05, 1.0)  # between two attempts: the first, doubling up to the second
 _PATIENCE_SECONDS = 2.0  # that a peer is made to wait for a version which has not begun to come here
@@ -57,6 +59,8 @@ class Subscriber:
         name: unique in the run; a newer subscriber of the same name fences this one.
         layout: of the model that will take the weights. It may be cut differently from the publisher's.
         token: the coordinator's; peers that pull from here have to show it too.
+        tls: certificates, to encrypt what is pulled over TCP; all members of a run have to give some.
+        curve: keys, to encrypt what is said to a coordinator that has some.
         wires: what may be used: `shm` (memory of this machine is mapped), `tcp`, `collective`.
         streams: TCP connections to a source on another machine; a long line needs several.
         delta: take differences to the version before: True, False, or None: from other machines only.
@@ -82,6 +86,8 @@ class Subscriber:
         name: str,
         layout: Layout,
         token: str | None = None,
+        tls: Tls | None = None,
+        curve: MemberKeys | None = None,
         wires: Sequence[str] = WIRES,
         streams: int = 4,
         delta: bool | None = None,
@@ -142,6 +148,7 @@ class Subscriber:
                 mappable="shm" in wires,
                 patience=_PATIENCE_SECONDS,
                 unit=unit_of(layout),
+                identity=tls,
                 who=f"subscriber {name!r}",
             )
         self._puller = Puller(
@@ -154,10 +161,11 @@ class Subscriber:
             streams=streams,
             delta=delta,
             progress=progress,
+            tls=tls,
             stopped=lambda: self._closed or self._broken is not None,
         )
         try:
-            self._link = Link(address, self._receive, self._coordinator_changed)
+            self._link = Link(address, self._receive, self._coordinator_changed, curve=curve)
             try:
                 endpoint = None if self._server is None else self._server.endpoint(advertise or host)
                 join = Join(

@@ -14,7 +14,7 @@ from dcs.layout import ITEMSIZE, Layout
 from dcs.manifest import hash_chunk
 from dcs.memory.shelf import Copy, Shelf, Superseded
 from dcs.plan import blocks
-from dcs.wire import frames
+from dcs.wire import frames, streams
 
 _DENSE_IN_A_ROW = 4  # chunks that were no smaller as differences; then the rest of the version is sent whole
 _WORTH_IT = 4  # a difference has to be this many times smaller
@@ -116,7 +116,7 @@ class Selected:
         return payload
 
     def _parts(self, copy: Copy, index: int, which: int) -> list[memoryview]:
-        spans = blocks.spans(self._selection.chunks[index], frames.MAX_PARTS - 1)
+        spans = blocks.spans(self._selection.chunks[index], streams.MAX_PARTS - 1)
         if spans is None:
             return [memoryview(self._bytes(copy, index, which))]
         return [copy.arena.memory[start : start + length] for start, length in spans]
@@ -167,7 +167,7 @@ def read_rows(sock: socket.socket, count: int, nbytes: int) -> np.ndarray:
     """
     if count > blocks.MAX_ROWS:
         raise ProtocolError(f"a selection of {count} rows, at most {blocks.MAX_ROWS} are taken")
-    raw = frames.receive(sock, count * 32)
+    raw = streams.receive(sock, count * 32)
     rows = np.frombuffer(raw, dtype="<i8").reshape(count, 4)
     blocks.check(rows, nbytes)
     return rows

@@ -2,6 +2,7 @@
 
 import itertools
 import socket
+import ssl
 from collections.abc import Callable
 
 import numpy as np
@@ -11,7 +12,7 @@ from dcs.control.messages import Endpoint, Source
 from dcs.errors import ProtocolError, from_refusal
 from dcs.manifest import Manifest
 from dcs.memory.shelf import Superseded
-from dcs.wire import frames
+from dcs.wire import frames, streams, tls
 
 CONNECT_SECONDS = 5.0
 STALL_SECONDS = 1.0  # without a single byte from the source; one that waits itself says so more often
@@ -23,12 +24,13 @@ class Connection:
     Args:
         source: whom to connect to.
         unix: over its Unix socket, for `map`.
+        context: for TLS; not over a Unix socket.
 
     Attributes:
         welcome: what the source said of itself.
     """
 
-    def __init__(self, source: Source, unix: bool = False) -> None:
+    def __init__(self, source: Source, unix: bool = False, context: ssl.SSLContext | None = None) -> None:
         self.source = source
         self.unix = unix
         self.welcome = frames.Welcome("", 0)
@@ -45,19 +47,23 @@ class Connection:
                 raise
         else:
             self._sock = socket.create_connection((endpoint.host, endpoint.port), CONNECT_SECONDS)
+            if context is not None:
+                self._sock = tls.wrap(self._sock, context, endpoint.host)
 
     def greet(self, hello: frames.Hello) -> None:
         """Say hello; raises what it is refused with, `ProtocolError`, or `OSError`."""
-        frames.set_deadlines(self._sock, frames.HELLO_SECONDS)
-        frames.send_hello(self._sock, hello)
         sender = f"{self.source.name!r} at {where(self.source.endpoint)}"
+        if isinstance(self._sock, ssl.SSLSocket):
+            tls.handshake(self._sock, sender)
+        streams.set_deadlines(self._sock, frames.HELLO_SECONDS)
+        frames.send_hello(self._sock, hello)
         answer = frames.receive_hello(self._sock, sender)
         if isinstance(answer, frames.Refusal):
             raise from_refusal(answer.code, answer.message, {})
         if not isinstance(answer, frames.Welcome):
             raise ProtocolError(f"{sender} answered a hello with a hello")
         self.welcome = answer
-        frames.set_deadlines(self._sock, STALL_SECONDS)
+        streams.set_deadlines(self._sock, STALL_SECONDS)
 
     def select(self, rows: np.ndarray, key: bytes) -> int:
         """The number of a selection, which is sent when the source does not have it yet."""
@@ -65,7 +71,7 @@ class Connection:
         if number is None:
             number = self._selections[key] = next(self._numbers)
             header = frames.REQUEST.pack(frames.SELECT, number, 0, 0, bytes(16), 0, len(rows))
-            frames.send(self._sock, header, memoryview(rows.astype("<i8")).cast("B"))
+            streams.send(self._sock, header, memoryview(rows.astype("<i8")).cast("B"))
         return number
 
     def ask(
@@ -80,7 +86,7 @@ class Connection:
         count: int = 0,
     ) -> None:
         """Send one request."""
-        self._sock.sendall(frames.REQUEST.pack(operation, selection, version, base, mark, first, count))
+        streams.send(self._sock, frames.REQUEST.pack(operation, selection, version, base, mark, first, count))
 
     def reply(self, waiting: Callable[[], None]) -> tuple[int, int, int, int, int]:
         """The header of the next answer: encoding, index, length, hash, hash of the base.
@@ -89,7 +95,7 @@ class Connection:
         `ProtocolError`, `OSError`.
         """
         while True:
-            header = frames.receive(self._sock, frames.REPLY.size)
+            header = streams.receive(self._sock, frames.REPLY.size)
             status, encoding, index, length, value, base = frames.REPLY.unpack(header)
             if status == frames.OK:
                 return encoding, index, length, value, base
@@ -101,7 +107,7 @@ class Connection:
 
     def receive_into(self, view: memoryview) -> None:
         """Fill `view` with what follows a header. Raises `OSError`."""
-        frames.receive_into(self._sock, view)
+        streams.receive_into(self._sock, view)
 
     def map(self, version: int, mark: bytes, waiting: Callable[[], None]) -> tuple[int, int | None]:
         """The number of the arena that holds a version, and its descriptor unless it came before."""
@@ -126,7 +132,7 @@ class Connection:
         _, _, length, _, _ = self.reply(waiting)
         if length > manifests.encoded_limit(nbytes):
             raise ProtocolError(f"{self.source.name!r} sent a manifest of {length} bytes")
-        raw = frames.receive(self._sock, length)
+        raw = streams.receive(self._sock, length)
         return manifests.decode(raw, self.welcome.fingerprint, nbytes, root)
 
     def done(self, version: int, mark: bytes) -> None:
@@ -135,10 +141,7 @@ class Connection:
 
     def cut(self) -> None:
         """End the connection from another thread; whoever reads from it gets an `OSError`."""
-        try:
-            self._sock.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            return  # the peer was faster
+        streams.cut(self._sock)
 
     def close(self) -> None:
         """Close the socket; only by the thread that reads from it."""

@@ -1,6 +1,5 @@
-"""What is on the wire: the handshake, requests, replies, and exact reads and writes on a blocking socket."""
+"""What is on the wire: the handshake, requests and replies."""
 
-import math
 import socket
 import struct
 import time
@@ -11,10 +10,10 @@ import msgspec
 from dcs.control.messages import PROTOCOL, Label, Text
 from dcs.errors import ProtocolError, ProtocolMismatch
 from dcs.manifest import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES
+from dcs.wire.streams import receive, send
 
 MAX_HELLO_BYTES = 64 << 10
 HELLO_SECONDS = 5.0
-MAX_PARTS = 256  # of one `sendmsg`, or one `recvmsg_into`
 
 SELECT, CHUNKS, DONE, MAP, MANIFEST = 1, 2, 3, 4, 5  # operations
 OK, SUPERSEDED, REFUSED, WAITING = 0, 1, 2, 3  # statuses
@@ -35,7 +34,6 @@ REPLY = struct.Struct("<BB2xIIQQ")
 
 _MAGIC = b"dcsw"
 HELLO = struct.Struct("<4sHxxI")
-_TIMEVAL = struct.Struct("@ll")
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
@@ -61,47 +59,6 @@ class Refusal(msgspec.Struct, frozen=True, tag="refusal"):
 
     code: str
     message: str
-
-
-def set_deadlines(sock: socket.socket, seconds: float) -> None:
-    """Bound every blocking read and write. SO_RCVTIMEO, as `settimeout` costs a poll per call."""
-    whole, part = int(seconds), int((seconds % 1) * 1e6)
-    sock.setblocking(True)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _TIMEVAL.pack(whole, part))
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TIMEVAL.pack(whole, part))
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-
-
-def receive_into(sock: socket.socket, view: memoryview, deadline: float = math.inf) -> None:
-    """Fill `view`.
-
-    Raises `ConnectionError` at the end of the stream, `BlockingIOError` when nothing came in time.
-    """
-    while view.nbytes:
-        count = sock.recv_into(view, view.nbytes, socket.MSG_WAITALL)
-        if count == 0:
-            raise ConnectionResetError("the peer closed the connection")
-        view = view[count:]
-        if view.nbytes and time.monotonic() > deadline:
-            raise BlockingIOError(f"{view.nbytes} bytes were still missing at the deadline")
-
-
-def receive(sock: socket.socket, length: int, deadline: float = math.inf) -> bytearray:
-    """Exactly `length` bytes; raises as `receive_into`."""
-    data = bytearray(length)
-    receive_into(sock, memoryview(data), deadline)
-    return data
-
-
-def send(sock: socket.socket, header: bytes, *payload: memoryview | bytes) -> None:
-    """Send all of it in as few system calls as the kernel allows; at most `MAX_PARTS`. Raises `OSError`."""
-    sent = sock.sendmsg([header, *payload])
-    for part in (header, *payload):
-        view = memoryview(part)
-        if sent < view.nbytes:
-            sock.sendall(view[sent:])
-        sent = max(0, sent - view.nbytes)
 
 
 def send_hello(sock: socket.socket, hello: Hello | Welcome | Refusal) -> None:

@@ -3,6 +3,7 @@
 import hmac
 import os
 import socket
+import ssl
 import struct
 import threading
 import time
@@ -10,9 +11,10 @@ import time
 from dcs.control.messages import Endpoint
 from dcs.errors import DcsError, ProtocolError, ProtocolMismatch, Unauthorized
 from dcs.memory.shelf import Copy, Shelf, Superseded
-from dcs.wire import frames
+from dcs.wire import frames, streams, tls
 from dcs.wire.chunks import Selected, Selection, read_rows
 from dcs.wire.machine import machine_id
+from dcs.wire.tls import Tls
 
 MAX_CONNECTIONS = 1024
 _SEND_SECONDS = 30.0  # without a single byte taken by the reader
@@ -30,6 +32,7 @@ class ChunkServer:
         mappable: also listen on a Unix socket, where processes of the same user may map what is held.
         patience: seconds to wait for a version that is not here yet, as a relay does.
         unit: bytes of most elements, for differences between versions.
+        identity: for TLS with readers of other machines; they have to speak it then.
         who: how to call this side in errors.
     """
 
@@ -46,6 +49,7 @@ class ChunkServer:
         mappable: bool,
         patience: float,
         unit: int,
+        identity: Tls | None,
         who: str,
     ) -> None:
         self.shelf = shelf
@@ -54,6 +58,7 @@ class ChunkServer:
         self.chunk_bytes = chunk_bytes
         self.patience = patience
         self.unit = unit
+        self.context = None if identity is None else tls.server_context(identity)
         self.who = who
         self.sent = 0  # payload bytes, all connections together
         self._token = token
@@ -183,17 +188,14 @@ class _Connection:
         """Shut the socket down, which ends the thread wherever it blocks."""
         with self._lock:
             if self.open:
-                try:
-                    self._sock.shutdown(socket.SHUT_RDWR)
-                except OSError:
-                    return  # the peer was faster
+                streams.cut(self._sock)
 
     def _run(self) -> None:
         try:
             if self._welcome():
                 self._serve()
-        except OSError:
-            return  # gone, stalled or cut: it reconnects and resumes, or its lease lapses
+        except (OSError, DcsError):
+            return  # gone, stalled, cut or refused: it reconnects and resumes, or its lease lapses
         finally:
             for copy in self._copies:
                 self._shelf.close_reader(self, copy, done=False)
@@ -202,7 +204,9 @@ class _Connection:
                 self._sock.close()
 
     def _welcome(self) -> bool:
-        frames.set_deadlines(self._sock, frames.HELLO_SECONDS)
+        if self._server.context is not None and self._sock.family != socket.AF_UNIX:
+            self._secure(self._server.context)
+        streams.set_deadlines(self._sock, frames.HELLO_SECONDS)
         try:
             hello = frames.receive_hello(self._sock, "a reader")
             if not isinstance(hello, frames.Hello):
@@ -215,8 +219,16 @@ class _Connection:
         self.member = hello.member
         self._fingerprint = hello.fingerprint
         self._chunk_bytes = hello.chunk_bytes
-        frames.set_deadlines(self._sock, _SEND_SECONDS)
+        streams.set_deadlines(self._sock, _SEND_SECONDS)
         return isinstance(answer, frames.Welcome)
+
+    def _secure(self, context: ssl.SSLContext) -> None:
+        """Speak TLS from here on. Raises `DcsError` and `OSError`."""
+        tls.refuse_plain(self._sock, "a reader")
+        with self._lock:  # `cut` may come at any time
+            secured = tls.wrap(self._sock, context)
+            self._sock = secured
+        tls.handshake(secured, "a reader")
 
     def _serve(self) -> None:
         while True:
@@ -248,13 +260,13 @@ class _Connection:
         """The next request, however long it takes: between versions a reader has nothing to ask."""
         while True:
             try:
-                first = frames.receive(self._sock, 1)
+                first = streams.receive(self._sock, 1)
             except BlockingIOError:
                 continue  # still idle; `cut` ends the wait
-            return first + frames.receive(self._sock, frames.REQUEST.size - 1)
+            return first + streams.receive(self._sock, frames.REQUEST.size - 1)
 
     def _reply(self, status: int, index: int = 0) -> None:
-        frames.send(self._sock, frames.REPLY.pack(status, 0, index, 0, 0, 0))
+        streams.send(self._sock, frames.REPLY.pack(status, 0, index, 0, 0, 0))
 
     def _copy(self, version: int, mark: bytes) -> Copy:
         for copy in self._copies:
@@ -303,7 +315,7 @@ class _Connection:
             with self._shelf.sending(copy):
                 encoding, hashes, parts, nbytes = selected.read(index, self._shelf)
                 header = frames.REPLY.pack(frames.OK, encoding, index, nbytes, *hashes)
-                frames.send(self._sock, header, *parts)
+                streams.send(self._sock, header, *parts)
             self._server.count(nbytes)
 
     def _send_memory(self, copy: Copy) -> None:
@@ -321,4 +333,4 @@ class _Connection:
     def _send_manifest(self, copy: Copy) -> None:
         self._await(copy, Selected(copy, self._selection(frames.WHOLE, copy), None, 1), None)
         encoded = copy.manifest(self._server.fingerprint).encode()
-        frames.send(self._sock, frames.REPLY.pack(frames.OK, 0, 0, len(encoded), 0, 0), encoded)
+        streams.send(self._sock, frames.REPLY.pack(frames.OK, 0, 0, len(encoded), 0, 0), encoded)

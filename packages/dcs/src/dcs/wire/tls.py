@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from dcs.errors import DcsError, ProtocolError, Timeout, Unauthorized
-from dcs.wire import frames
+from dcs.wire import frames, streams
 
 HANDSHAKE_SECONDS = 5.0
 
@@ -88,7 +88,7 @@ def refuse_plain(sock: socket.socket, peer: str, seconds: float = HANDSHAKE_SECO
     Returns when the peer begins a TLS handshake. Raises `ProtocolError` when it does not (it has been told),
     `BlockingIOError` when nothing came in time, and `OSError`.
     """
-    frames.set_deadlines(sock, seconds)
+    streams.set_deadlines(sock, seconds)
     first = sock.recv(1, socket.MSG_PEEK)
     if first == _TLS_HANDSHAKE:
         return
