@@ -11,11 +11,12 @@ import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from dcs.errors import LayoutMismatch
-from dcs.layout import ALIGNMENT, ITEMSIZE, Layout
+from dcs.layout import ALIGNMENT, ITEMSIZE, Layout, Shape
 from dcs.layout.pieces import box as written
 from dcs.plan import blocks as block
 from dcs.plan.boxes import Box, Held, difference, extent, held, intersection, rows, split, volume
@@ -112,6 +113,15 @@ def _aligned(nbytes: int) -> int:
     return nbytes // ALIGNMENT * ALIGNMENT
 
 
+class _Region(NamedTuple):
+    """A box of a global tensor, and what the holder takes that tensor for."""
+
+    start: Shape
+    stop: Shape
+    shape: Shape
+    dtype: str
+
+
 @dataclass(frozen=True, slots=True)
 class _Cell:
     """A box of one destination tensor, with whoever holds all of it: by distinct source layout."""
@@ -132,15 +142,18 @@ def _from_owners(
     for index in order:
         members.setdefault(sources[index].fingerprint, []).append(index)
     distinct = list(members.values())
-    holders: dict[str, list[tuple[int, Held]]] = {name: [] for name in names}
+    # Of each global tensor, by what is held of it: by whom (the first time, if a rank has it twice), and
+    # where.
+    holders: dict[str, dict[_Region, dict[int, Held]]] = {name: {} for name in names}
     for index, group in enumerate(distinct):
         for piece in held(sources[group[0]], names):
-            holders[piece.source].append((index, piece))
+            region = _Region(piece.start, piece.stop, piece.shape, piece.dtype)
+            holders[piece.source].setdefault(region, {}).setdefault(index, piece)
 
     shared: dict[tuple[int, ...], list[_Cell]] = {}
     for piece in wanted:
         for cell in _cells(piece, holders[piece.source], who):
-            shared.setdefault(tuple(cell.owners), []).append(cell)
+            shared.setdefault(tuple(sorted(cell.owners)), []).append(cell)
 
     of_source = {source: index for index, group in enumerate(distinct) for source in group}
     rank = {source: place for place, source in enumerate(order)}
@@ -159,16 +172,15 @@ def _from_owners(
     return [_merged(np.array(moves[source], np.int64).reshape(-1, 6)) for source in range(len(sources))]
 
 
-def _cells(piece: Held, holders: list[tuple[int, Held]], who: str) -> list[_Cell]:
+def _cells(piece: Held, holders: dict[_Region, dict[int, Held]], who: str) -> list[_Cell]:
     """The piece cut into boxes of which every holder has all or nothing. Raises `LayoutMismatch`."""
-    itemsize = ITEMSIZE[piece.dtype]
     whole = (piece.start, piece.stop)
     done: list[tuple[Box, dict[int, Held]]] = []
     free: list[Box] = [whole]
-    for index, holder in holders:
-        if holder.dtype != piece.dtype or holder.shape != piece.shape:
-            raise _differs(piece, holder, who)
-        region = intersection(whole, (holder.start, holder.stop))
+    for held_region, owners in holders.items():
+        if held_region.dtype != piece.dtype or held_region.shape != piece.shape:
+            raise _differs(piece, next(iter(owners.values())), who)
+        region = intersection(whole, (held_region.start, held_region.stop))
         if region is None:
             continue
         fresh: list[tuple[Box, dict[int, Held]]] = []
@@ -178,29 +190,30 @@ def _cells(piece: Held, holders: list[tuple[int, Held]], who: str) -> list[_Cell
             if common is None:
                 left.append(box)
             else:
-                fresh.append((common, {index: holder}))
+                fresh.append((common, owners))
                 left += difference(box, common)
         free = left
         if sum(volume(*box) for box, _ in fresh) < volume(*region):  # somebody else has some of it, too
-            done = _refined(done, region, index, holder)
+            done = _refined(done, region, owners)
         done += fresh
     if free:
         raise _uncovered(piece, min(free), bool(holders), who)
     done.sort(key=lambda cell: cell[0])
+    itemsize = ITEMSIZE[piece.dtype]
     return [_Cell(box, volume(*box) * itemsize, piece, owners) for box, owners in done]
 
 
 def _refined(
-    cells: list[tuple[Box, dict[int, Held]]], region: Box, index: int, holder: Held
+    cells: list[tuple[Box, dict[int, Held]]], region: Box, more: dict[int, Held]
 ) -> list[tuple[Box, dict[int, Held]]]:
-    """The cells, cut at the borders of the region, with one more owner within."""
+    """The cells, cut at the borders of the region, with more owners within."""
     found: list[tuple[Box, dict[int, Held]]] = []
     for box, owners in cells:
-        common = None if index in owners else intersection(box, region)
-        if common is None:
+        common = intersection(box, region)
+        if common is None or more.keys() <= owners.keys():
             found.append((box, owners))
         else:
-            found.append((common, {**owners, index: holder}))
+            found.append((common, {**more, **owners}))
             found += [(rest, owners) for rest in difference(box, common)]
     return found
 
