@@ -227,7 +227,7 @@ def test_a_plain_client_is_told_that_it_needs_tls(ends, beside):
     near, far = ends
     serving = beside.submit(refuse_plain, far, OTHER)
     began = time.monotonic()
-    frames.set_deadlines(near, 10)
+    streams.set_deadlines(near, 10)
     frames.send_hello(near, frames.Hello("r", "engine-0", 1, "", None, 4 << 20))
     answer = frames.receive_hello(near, PEER)
     assert isinstance(answer, frames.Refusal)
@@ -249,7 +249,7 @@ def test_a_plain_server_is_named_by_a_client_that_wants_tls(ends, beside, stack,
     near, far = ends
 
     def serve() -> None:
-        frames.set_deadlines(far, 10)
+        streams.set_deadlines(far, 10)
         try:
             frames.receive_hello(far, OTHER)
         except dcs.ProtocolError as error:
