@@ -123,6 +123,22 @@ def test_what_contradicts_itself_is_refused_by_its_reason(payload: bytes, said: 
     np.testing.assert_array_equal(target, base)
 
 
+def test_a_refused_delta_does_not_even_bring_the_target_up() -> None:
+    base, new, payload = CASES[2]
+    behind = delta.apply(payload, base.copy())
+    assert behind is not None
+    target = base.copy()
+    with pytest.raises(delta.CorruptDelta):
+        delta.apply(payload[:-1], target, behind=behind)
+    with pytest.raises(ValueError, match="range of 40001 bytes"):
+        delta.apply(HEADER.pack(1, 2, 1, 1, 10, *[0] * 7), target[:10], behind=behind)
+    np.testing.assert_array_equal(target, base)
+    unchanged = delta.encode(new, new.copy(), 2, 1 << 20)
+    assert unchanged is not None
+    delta.apply(unchanged, target, behind=behind)
+    np.testing.assert_array_equal(target, new)
+
+
 def test_marks_behind_the_end_of_the_range_are_refused() -> None:
     base = np.zeros(20, np.uint8)
     bitmap = b"\0\x04"  # the mark of value 10, of 10

@@ -1,4 +1,4 @@
-"""How much of a range has changed, from a few pieces of it."""
+"""How much of a range has changed, and what a delta of it would take, from a few pieces of it."""
 
 from typing import Final
 
@@ -16,15 +16,22 @@ def density(base: Bytes, new: Bytes, unit: int) -> float:
     Reads at most 64 KiB of each, in pieces spread evenly, so it costs a hundredth of a diff of 4 MiB. Exact
     for ranges that are not larger than that.
     """
-    size = len(base) // unit * unit
-    if not size:
+    return share(sample(base, unit), sample(new, unit), unit)
+
+
+def sample(range_: Bytes, unit: int) -> Bytes:
+    """At most 64 KiB of whole units out of a range: the same places for every range of one length."""
+    size = len(range_) // unit * unit
+    if size <= _PIECES * _PIECE_BYTES:
+        return range_[:size]
+    apart = size // _PIECES // unit * unit
+    return range_[: apart * _PIECES].reshape(_PIECES, apart)[:, :_PIECE_BYTES].reshape(-1)
+
+
+def share(base: Bytes, new: Bytes, unit: int) -> float:
+    """The share of units in which two ranges of whole units differ; 0 for empty ones."""
+    if not len(base):
         return 0.0
     dtype = DTYPES[unit]
-    if size <= _PIECES * _PIECE_BYTES:
-        old, young = base[:size].view(dtype), new[:size].view(dtype)
-        return float(np.count_nonzero(old != young)) / len(old)
-    apart = size // _PIECES // unit * unit
-    rows = (_PIECES, _PIECE_BYTES // unit)
-    old = base[: apart * _PIECES].view(dtype).reshape(_PIECES, -1)[:, : rows[1]]
-    young = new[: apart * _PIECES].view(dtype).reshape(_PIECES, -1)[:, : rows[1]]
-    return float(np.count_nonzero(old != young)) / (rows[0] * rows[1])
+    differing = int(np.count_nonzero(base.view(dtype) != new.view(dtype)))
+    return differing * unit / len(base)

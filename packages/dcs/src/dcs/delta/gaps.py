@@ -18,13 +18,10 @@ def narrowest(positions: Positions) -> int:
     """`GAPS8` or `GAPS16`, whichever takes fewer bytes for ascending positions."""
     if not len(positions):
         return GAPS8
-    bridges = (
-        int(positions[-1]) // 255
-    )  # at least this many windows of 255 are crossed, so at most as many bridges
-    if bridges <= len(positions) // 2:
+    # Each bridge leads 255 further, so there are no more than this; mostly that settles it.
+    if int(positions[-1]) // 255 <= len(positions) // 2:
         return GAPS8
-    gaps = np.diff(positions, prepend=0)
-    bridges = int((np.maximum(gaps - 1, 0) // 255).sum())
+    bridges = int((np.maximum(_distances(positions) - 1, 0) // 255).sum())
     return GAPS8 if bridges <= len(positions) // 2 else GAPS16
 
 
@@ -34,22 +31,29 @@ def to_gaps(positions: Positions, differences: Values, kind: int) -> tuple[Gaps,
     The first entry is a position; each other one is at least 1.
     """
     dtype = _DTYPES[kind]
-    longest = np.iinfo(dtype).max
-    gaps = np.diff(positions, prepend=0)
+    longest = int(np.iinfo(dtype).max)
+    gaps = _distances(positions)
     far = np.flatnonzero(gaps > longest)
     if not len(far):
         return gaps.astype(dtype), differences
-    bridges = np.zeros(len(gaps), np.intp)
-    bridges[far] = (gaps[far] - 1) // longest
-    gaps[far] -= bridges[far] * longest
-    places = np.cumsum(bridges)
-    total = len(gaps) + int(places[-1])
-    places += np.arange(len(gaps))
+    bridges = (gaps[far] - 1) // longest
+    gaps[far] -= bridges * longest
+    total = len(gaps) + int(bridges.sum())
+    changes = np.ones(total, np.bool_)
+    changes[np.repeat(far, bridges) + np.arange(total - len(gaps))] = False
     bridged = np.full(total, longest, dtype)
-    bridged[places] = gaps
+    bridged[changes] = gaps
     spread = np.zeros(total, differences.dtype)
-    spread[places] = differences
+    spread[changes] = differences
     return bridged, spread
+
+
+def _distances(positions: Positions) -> Positions:
+    """From each position to the next one, the first from 0."""
+    distances = np.empty_like(positions)
+    distances[:1] = positions[:1]
+    np.subtract(positions[1:], positions[:-1], out=distances[1:])
+    return distances
 
 
 def from_gaps(section: bytes, kind: int) -> Gaps:

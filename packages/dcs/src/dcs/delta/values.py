@@ -10,7 +10,6 @@ Three forms, each one an escape of the one before:
 from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from dcs.delta.difference import DTYPES, Values
 from dcs.delta.format import CODES, NARROW, WIDE, CorruptDelta
@@ -58,25 +57,22 @@ def from_sections(form: int, codes: bytes, narrow: bytes, wide: bytes, unit: int
             raise CorruptDelta(f"a delta has {len(far)} values for {count} changes")
         return far
     small = np.frombuffer(narrow, np.int8)
+    escapes = np.flatnonzero(small == _ESCAPE)
+    if len(escapes) != len(far):
+        raise CorruptDelta(f"a delta has {len(escapes)} escapes to {len(far)} wide values")
     if form == CODES:
-        unpacked = _QUADS[np.frombuffer(codes, np.uint8)].view(np.int8)[:count]
-        small = _filled(unpacked, small)
+        # No code is out of the table, so `wrap` changes nothing but that numpy need not look for one.
+        coded = _QUADS.take(np.frombuffer(codes, np.uint8), mode="wrap").view(np.int8)[:count]
+        looked_up = np.flatnonzero(coded == _ESCAPE)
+        if len(looked_up) != len(small):
+            raise CorruptDelta(f"a delta has {len(looked_up)} escapes to {len(small)} narrow values")
+        coded[looked_up] = small
+        small, escapes = coded, looked_up[escapes]
     elif len(small) != count:
         raise CorruptDelta(f"a delta has {len(small)} values for {count} changes")
     values: Values = small.astype(f"<i{unit}").view(DTYPES[unit])
-    escapes: NDArray[np.intp] = np.flatnonzero(small == _ESCAPE)
-    if len(escapes) != len(far):
-        raise CorruptDelta(f"a delta has {len(escapes)} escapes to {len(far)} wide values")
     values[escapes] = far
     return values
-
-
-def _filled(small: NDArray[np.int8], values: NDArray[np.int8]) -> NDArray[np.int8]:
-    escapes = np.flatnonzero(small == _ESCAPE)
-    if len(escapes) != len(values):
-        raise CorruptDelta(f"a delta has {len(escapes)} escapes to {len(values)} narrow values")
-    small[escapes] = values
-    return small
 
 
 __all__ = ["CODES", "NARROW", "WIDE", "from_sections", "to_sections"]
