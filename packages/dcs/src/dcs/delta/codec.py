@@ -9,6 +9,7 @@ from dcs.delta import format as wire
 from dcs.delta import gaps, values
 from dcs.delta.density import sample, share
 from dcs.delta.difference import DTYPES, Bytes, Positions, Values, difference
+from dcs.delta.gaps import Gaps
 
 # A share of changed units above which a bitmap is used, and above which nothing beats the range itself.
 BITMAP_ABOVE: Final = 0.06
@@ -33,7 +34,7 @@ class Changed:
 
     nbytes: int
     unit: int
-    gaps: gaps.Gaps
+    gaps: Gaps
     values: Values
     tail: bytes
 

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dcs.delta.difference import Positions, Values
-from dcs.delta.format import BITMAP, GAPS8, GAPS16, CorruptDelta
+from dcs.delta.format import GAPS8, GAPS16, CorruptDelta
 
 Gaps = NDArray[np.uint8] | NDArray[np.uint16]
 _DTYPES = {GAPS8: np.dtype("<u1"), GAPS16: np.dtype("<u2")}
@@ -91,18 +91,3 @@ def bitmap_positions(section: bytes, units: int, count: int) -> Positions:
             f"the bitmap of a delta has {len(positions)} marks, expected {count} within {units}"
         )
     return positions
-
-
-__all__ = [
-    "BITMAP",
-    "GAPS8",
-    "GAPS16",
-    "Gaps",
-    "bitmap_positions",
-    "checked_positions",
-    "from_gaps",
-    "narrowest",
-    "to_bitmap",
-    "to_gaps",
-    "to_positions",
-]

@@ -73,6 +73,3 @@ def from_sections(form: int, codes: bytes, narrow: bytes, wide: bytes, unit: int
     values: Values = small.astype(f"<i{unit}").view(DTYPES[unit])
     values[escapes] = far
     return values
-
-
-__all__ = ["CODES", "NARROW", "WIDE", "from_sections", "to_sections"]
