@@ -1,4 +1,4 @@
-"""Layouts of DTensors: what a rank of FSDP2 and of tensor parallelism says that it holds, is what it holds."""
+"""DTensor layouts: what a rank of FSDP2 and of tensor parallelism says that it holds, is what it holds."""
 
 import subprocess
 import sys
