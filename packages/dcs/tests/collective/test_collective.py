@@ -187,6 +187,9 @@ def test_a_store_gives_its_port_back(store):
 def await_release(member, before: dict) -> None:
     """What torch holds back goes when the deadline of its call has passed."""
     limit, pause = time.monotonic() + DEADLINE + SLACK, threading.Event()
-    while any(count > before[kind] for kind, count in (held := member.ask("held")).items()):
+    while True:
+        held = member.ask("held")
+        if all(count <= before[kind] for kind, count in held.items()):
+            return
         assert time.monotonic() < limit, (held, before)
         pause.wait(0.05)
