@@ -9,18 +9,21 @@ from typing import Self
 import zmq
 
 from dcs.control.address import require_token
+from dcs.control.curve import CoordinatorKeys
 from dcs.control.messages import (
     MAX_MESSAGE_BYTES,
     FromCoordinator,
     Goodbye,
-    Refused,
     decode_from_member,
     encode,
 )
-from dcs.control.registry import Registry
+from dcs.control.registry import Outgoing, Registry
+from dcs.control.views import Topology
 from dcs.errors import DcsError, ProtocolError, ProtocolMismatch
 
 LEASE_SECONDS = 5.0
+_BATCH = 256  # messages between two rounds of pushes
+_BACKLOG = 1024  # members that connect at once, as after a restart
 
 
 class Coordinator:
@@ -31,6 +34,10 @@ class Coordinator:
         port: 0 takes a free one.
         token: secret that every member must show.
         lease_seconds: a member that has not been heard for so long is evicted.
+        relay: subscribers pull from each other; False: from the training ranks only, or their own machine.
+        transfer_seconds: a subscriber that has not staged a version, or a newer one, so long after it was
+            complete is evicted, and may join again; None: it may take for ever.
+        curve: keys that encrypt what members say, and prove to them who this is; they need `curve.public`.
 
     Attributes:
         address: `tcp://host:port`, for publishers and subscribers.
@@ -46,17 +53,33 @@ class Coordinator:
         port: int = 0,
         token: str | None = None,
         lease_seconds: float = LEASE_SECONDS,
+        *,
+        relay: bool = True,
+        transfer_seconds: float | None = None,
+        curve: CoordinatorKeys | None = None,
     ) -> None:
         require_token(host, token, "the coordinator")
         if lease_seconds <= 0:
             raise DcsError(f"lease_seconds is {lease_seconds}; it must be positive")
-        self._registry = Registry(lease_seconds, token)
+        if transfer_seconds is not None and transfer_seconds <= 0:
+            raise DcsError(f"transfer_seconds is {transfer_seconds}; it must be positive, or None")
+        self._started = time.monotonic()
+        # The numbers go on above those of a coordinator that ran here before, unless members joined it more
+        # often than once a millisecond.
+        self._registry = Registry(
+            lease_seconds, token, relay, transfer_seconds, first_member=time.time_ns() // 1_000_000
+        )
+        self._registry_lock = threading.Lock()
+        self._stalled = lease_seconds / 20
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 200)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        self._socket.setsockopt(zmq.BACKLOG, _BACKLOG)
         self._socket.setsockopt(zmq.IPV6, int(":" in host))
+        if curve is not None:
+            curve.guard(self._socket)
         bracketed = f"[{host}]" if ":" in host else host
         try:
             self._socket.bind(f"tcp://{bracketed}:{port or '*'}")
@@ -103,6 +126,11 @@ class Coordinator:
         """Whether it is serving."""
         return self._thread.is_alive()
 
+    def snapshot(self) -> Topology:
+        """What it knows now: runs, members, versions. May be called from any thread, and after `close`."""
+        with self._registry_lock:
+            return self._registry.snapshot(time.monotonic(), time.time(), self._started)
+
     def __enter__(self) -> Self:
         return self.start()
 
@@ -118,32 +146,46 @@ class Coordinator:
         try:
             while not self._closing.is_set():
                 deadline = self._registry.next_deadline()
-                wait = None if deadline is None else int(max(0.0, deadline - time.monotonic()) * 1000) + 1
+                before = time.monotonic()
+                wait = None if deadline is None else int(max(0.0, deadline - before) * 1000) + 1
                 poller.poll(wait)
-                # What has arrived counts before any lease does: a coordinator that was stopped for a while
-                # must not evict members whose heartbeats are waiting in its own queue.
-                self._receive_all()
-                self._send(self._registry.expire(time.monotonic()))
+                drained = self._receive()
+                with self._registry_lock:
+                    if deadline is not None and time.monotonic() > max(before, deadline) + self._stalled:
+                        # This process was stopped, so that it could not hear anybody.
+                        self._registry.grant(time.monotonic())
+                    # What has arrived counts before any lease does: a coordinator that was stopped for a
+                    # while must not evict members whose heartbeats are waiting in its own queue.
+                    if drained:
+                        self._send(self._registry.expire(time.monotonic()))
+                    self._send(self._registry.flush())
             self._send([(identity, Goodbye()) for identity in self._registry.identities])
         finally:
             self._socket.close()
             os.eventfd_write(self.ended, 1)
 
-    def _receive_all(self) -> None:
-        while True:
+    def _receive(self) -> bool:
+        """Handle what has arrived, but not more than a batch; True when there is nothing left."""
+        for _ in range(_BATCH):
             try:
                 identity, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
-                return
-            try:
-                message = decode_from_member(frames)
-            except (ProtocolError, ProtocolMismatch) as error:
-                self._send([(identity, Refused(0, error.code, str(error), {}))])
-                continue
-            self._send(self._registry.handle(identity, message, time.monotonic()))
+                return True
+            with self._registry_lock:
+                try:
+                    message = decode_from_member(frames)
+                except (ProtocolError, ProtocolMismatch) as error:
+                    self._send([(identity, self._registry.refuse_unreadable(error))])
+                    continue
+                self._send(self._registry.handle(identity, message, time.monotonic()))
+        return False
 
-    def _send(self, outgoing: list[tuple[bytes, FromCoordinator]]) -> None:
+    def _send(self, outgoing: Outgoing) -> None:
         # A ROUTER drops what it cannot route (the peer is gone or does not read); the next heartbeat repairs
         # it.
+        last: FromCoordinator | None = None
+        frames: list[bytes] = []
         for identity, message in outgoing:
-            self._socket.send_multipart([identity, *encode(message)], zmq.NOBLOCK)
+            if message is not last:  # one roster goes to all ranks
+                last, frames = message, encode(message)
+            self._socket.send_multipart([identity, *frames], zmq.NOBLOCK)

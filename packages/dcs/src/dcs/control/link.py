@@ -1,4 +1,8 @@
-"""A member's side of the conversation with the coordinator: one thread that owns a ZMQ DEALER socket."""
+"""A member's side of the conversation with the coordinator: one thread that owns a ZMQ DEALER socket.
+
+A link stays a member until it is closed: when its lease has lapsed, or its coordinator was restarted, it
+joins again by itself and tells what it knows, so that neither epochs nor versions go back.
+"""
 
 import itertools
 import os
@@ -6,17 +10,21 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
+from dataclasses import dataclass
 
 import msgspec
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
+from dcs.control.curve import MemberKeys
 from dcs.control.messages import (
     MAX_MESSAGE_BYTES,
     Acked,
     Announce,
     Announced,
+    Complete,
     Fenced,
     FromCoordinator,
     FromMember,
@@ -24,8 +32,13 @@ from dcs.control.messages import (
     Heartbeat,
     Join,
     Joined,
+    Known,
+    Layouts,
     Leave,
+    Receipt,
     Refused,
+    RunState,
+    WantLayouts,
     decode_from_coordinator,
     encode,
 )
@@ -38,12 +51,26 @@ from dcs.errors import (
     ProtocolMismatch,
     from_refusal,
 )
+from dcs.layout import Layout
 
 _HEARTBEATS_PER_LEASE = 4
+_REPEAT_SECONDS = 1.0  # at least, before a request is sent once more
+_REMEMBERED_SLOW = 64
+
+Reply = Joined | Announced | Layouts
 
 
 class Rejoining(Evicted):
     """The lease had lapsed and the link is joining again; ask once more when `await_membership` says so."""
+
+
+@dataclass(slots=True)
+class _Request:
+    """One that is not answered yet. It may be sent more than once; a coordinator does not mind."""
+
+    frames: list[bytes]
+    future: "Future[Reply]"
+    sent_at: float
 
 
 class Link:
@@ -52,9 +79,10 @@ class Link:
     Args:
         address: the coordinator's, `tcp://host:port`.
         receive: called on the link's thread with every message, before anybody waiting for it is woken; must
-            be quick.
+            be quick. A membership that is over for good comes as `Fenced(rejoin=False)`, whatever ended it.
         changed: called on the link's thread when the coordinator falls silent (with the error) or is heard
             again (None).
+        curve: keys, when the coordinator has some.
     """
 
     def __init__(
@@ -62,21 +90,29 @@ class Link:
         address: str,
         receive: Callable[[FromCoordinator], None],
         changed: Callable[[DcsError | None], None],
+        *,
+        curve: MemberKeys | None = None,
     ) -> None:
         self.address = address
         self._receive = receive
         self._changed = changed
         self._requests = itertools.count(1)
         self._lock = threading.Lock()
-        self._waiting: dict[int, Future[Joined | Announced]] = {}
+        self._waiting: dict[int, _Request] = {}
         self._outbox: deque[list[bytes]] = deque()  # encoded, so that what cannot be fails its caller
         self._join: Join | None = None
         self._member = 0  # 0: not joined now
+        self._last_member = 0
         self._is_member = threading.Event()
+        self._known = Known(0, -1)
         self._acked: Acked | None = None
+        self._staged: Receipt | None = None
+        self._slow: tuple[int, ...] = ()
         self._lease_seconds = 0.0
+        self._beat_at = time.monotonic()
         self._heard = time.monotonic()
-        self._rejoined = 0.0
+        self._joining_since = 0.0
+        self._reconnected = 0.0
         self._lost = False
         self._closing = False
         self._context = zmq.Context()
@@ -85,10 +121,15 @@ class Link:
         self._socket.setsockopt(zmq.IDENTITY, uuid.uuid4().bytes)
         self._socket.setsockopt(zmq.LINGER, 200)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
-        self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
+        self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+        self._socket.setsockopt(zmq.CONNECT_TIMEOUT, 2000)
         self._socket.setsockopt(zmq.IPV6, int("[" in address))
         try:
+            if curve is not None:
+                curve.guard(self._socket)
+            self._monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
             self._socket.connect(address)
+            self._endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         except zmq.ZMQError as error:
             self._socket.close()
             self._context.term()
@@ -101,44 +142,79 @@ class Link:
 
     def join(self, join: Join, timeout: float) -> Joined:
         """Become a member until `close`; raises what the coordinator refuses with, or `CoordinatorLost`."""
-        request, future = self._new_request()
+        request = next(self._requests)
         join = msgspec.structs.replace(join, request=request)
         with self._lock:
             self._join = join
-        reply = self._wait(request, future, join, timeout)
+        reply = self._ask(request, join, timeout)
         assert isinstance(reply, Joined)
         return reply
 
-    def announce(self, epoch: int, version: int, root: bytes, timeout: float) -> Announced:
-        """Offer a version; raises `StaleVersion`, `Evicted` or `Rejoining`, `CoordinatorLost`."""
+    def announce(
+        self,
+        epoch: int,
+        version: int,
+        root: bytes,
+        nbytes: int = 0,
+        freeze_seconds: float = 0.0,
+        timeout: float = 10.0,
+    ) -> Announced:
+        """Offer this rank's part of a version. `Complete` is received when all ranks have.
+
+        Raises `StaleVersion`, `Evicted`, `CoordinatorLost` (nobody has answered within `timeout` seconds), or
+        `Rejoining`, after which the epoch is another one and the part has to be offered again.
+        """
         with self._lock:
             member = self._member
         if not member:
             raise Rejoining("the lease had lapsed, and the coordinator has not answered since")
-        request, future = self._new_request()
-        message = Announce(request, member, epoch, version, root)
-        reply = self._wait(request, future, message, timeout)
+        request = next(self._requests)
+        message = Announce(request, member, epoch, version, root, nbytes, freeze_seconds)
+        reply = self._ask(request, message, timeout)
         assert isinstance(reply, Announced)
         return reply
 
-    def offer(self, epoch: int, version: int, root: bytes) -> None:
-        """Offer a version again, without waiting for the answer, as a publisher that joined again does."""
+    def offer(self, epoch: int, version: int, root: bytes, nbytes: int = 0) -> None:
+        """Offer a part again, without waiting for the answer, as a publisher that joined again does."""
         request = next(self._requests)
+        self._post(lambda member: Announce(request, member, epoch, version, root, nbytes))
+
+    def report(
+        self, *, acked: Acked | None = None, staged: Receipt | None = None, slow: Iterable[int] = ()
+    ) -> None:
+        """Tell the coordinator now, and again with every heartbeat.
+
+        None means "as before". Of the members reported to be slow the last 64 are repeated.
+        """
         with self._lock:
-            self._outbox.append(encode(Announce(request, self._member, epoch, version, root)))
-        self._signal()
+            self._acked = acked or self._acked
+            self._staged = staged or self._staged
+            self._slow = tuple(dict.fromkeys((*self._slow, *slow)))[-_REMEMBERED_SLOW:]
+        self._post(self._heartbeat)
+
+    def layouts(self, fingerprints: Iterable[str], timeout: float) -> dict[str, Layout]:
+        """The layouts of these fingerprints, as far as the coordinator knows them.
+
+        Raises `CoordinatorLost`, `Evicted`, `Closed`.
+        """
+        wanted, deadline = tuple(fingerprints), time.monotonic() + timeout
+        while True:
+            remaining = max(0.0, deadline - time.monotonic())
+            if not self._is_member.wait(remaining):
+                raise self._unanswered(timeout)
+            with self._lock:
+                member = self._member
+            request = next(self._requests)
+            try:
+                reply = self._ask(request, WantLayouts(request, member, wanted), remaining)
+            except Rejoining:
+                continue
+            assert isinstance(reply, Layouts)
+            return reply.layouts
 
     def await_membership(self, timeout: float) -> bool:
         """Wait until the link has joined (again); False when the time is over."""
         return self._is_member.wait(timeout)
-
-    def acknowledge(self, acked: Acked) -> None:
-        """Tell the coordinator now, and again with every heartbeat."""
-        with self._lock:
-            self._acked = acked
-            if self._member:
-                self._outbox.append(encode(Heartbeat(self._member, acked)))
-        self._signal()
 
     def close(self, reason: str = "") -> None:
         """Leave, with a reason for the publisher to see, and release everything. May be called twice."""
@@ -155,72 +231,105 @@ class Link:
         os.close(self._wake)
         self._fail_waiting(Closed("closed while waiting for the coordinator"))
 
-    def _new_request(self) -> tuple[int, "Future[Joined | Announced]"]:
-        request, future = next(self._requests), Future[Joined | Announced]()
-        with self._lock:
-            self._waiting[request] = future
-        return request, future
+    # What the callers' threads use.
 
-    def _wait(
-        self, request: int, future: "Future[Joined | Announced]", message: FromMember, timeout: float
-    ) -> Joined | Announced:
+    def _ask(self, request: int, message: FromMember, timeout: float) -> Reply:
+        frames, future = encode(message), Future[Reply]()
         with self._lock:
             if self._closing:
                 raise Closed("this member was closed")
-            self._outbox.append(encode(message))
-        self._signal()
+            self._waiting[request] = _Request(frames, future, time.monotonic())
+            self._outbox.append(frames)
+            os.eventfd_write(self._wake, 1)
         try:
             return future.result(timeout)
         except TimeoutError:
-            raise CoordinatorLost(
-                f"no answer from a coordinator at {self.address} within {timeout} s; is it running there?"
-            ) from None
+            raise self._unanswered(timeout) from None
         finally:
             with self._lock:
                 self._waiting.pop(request, None)
 
-    def _signal(self) -> None:
+    def _unanswered(self, timeout: float) -> CoordinatorLost:
+        return CoordinatorLost(
+            f"no answer from a coordinator at {self.address} within {timeout} s; is it running there?"
+        )
+
+    def _post(self, message: Callable[[int], FromMember]) -> None:
+        """Send what needs no answer, if this is a member now."""
         with self._lock:
-            if not self._closing:
-                os.eventfd_write(self._wake, 1)
+            if self._closing or not self._member:
+                return
+            self._outbox.append(encode(message(self._member)))
+            os.eventfd_write(self._wake, 1)
+
+    def _heartbeat(self, member: int) -> Heartbeat:
+        return Heartbeat(member, self._acked, self._staged, self._slow)
+
+    # What the link's thread uses.
 
     def _run(self) -> None:
         poller = zmq.Poller()
-        poller.register(self._socket, zmq.POLLIN)
-        poller.register(self._wake, zmq.POLLIN)
-        beat = time.monotonic()
+        for source in (self._socket, self._monitor, self._wake):
+            poller.register(source, zmq.POLLIN)
         try:
             while True:
-                interval = self._lease_seconds / _HEARTBEATS_PER_LEASE
-                wait = None if not interval else int(max(0.0, beat + interval - time.monotonic()) * 1000) + 1
-                for ready, _ in poller.poll(wait):
+                for ready, _ in poller.poll(self._patience()):
                     if ready == self._wake:
                         os.eventfd_read(self._wake)
+                    elif ready is self._monitor:
+                        recv_monitor_message(self._monitor, zmq.NOBLOCK)
+                        # Connected anew, perhaps to a coordinator that was restarted and knows nobody.
+                        self._beat_at = self._joining_since = 0.0
                 self._receive_all()
                 now = time.monotonic()
-                if interval and now >= beat + interval:
-                    beat = now
+                if now >= self._beat_at + self._interval:
+                    self._beat_at = now
                     self._beat(now)
                 if self._send_all():
                     return
         finally:
+            self._socket.disable_monitor()
+            self._monitor.close(linger=0)
             self._socket.close()
+
+    @property
+    def _interval(self) -> float:
+        return self._lease_seconds / _HEARTBEATS_PER_LEASE or _REPEAT_SECONDS
+
+    def _patience(self) -> int:
+        """Milliseconds until the next heartbeat."""
+        return int(max(0.0, self._beat_at + self._interval - time.monotonic()) * 1000) + 1
 
     def _beat(self, now: float) -> None:
         with self._lock:
             if self._member:
-                self._outbox.append(encode(Heartbeat(self._member, self._acked)))
-            elif self._join is not None and now - self._rejoined > self._lease_seconds:
-                self._rejoined = now
+                self._outbox.append(encode(self._heartbeat(self._member)))
+            elif (
+                self._last_member  # else it is the first join, which is repeated like any request
+                and self._join is not None
+                and now - self._joining_since > self._lease_seconds
+            ):
+                self._joining_since = now
                 self._outbox.append(encode(self._join))
-        if not self._lost and now - self._heard > self._lease_seconds:
-            self._lose(f"the coordinator at {self.address} was not heard for {now - self._heard:.1f} s")
-
-    def _lose(self, text: str) -> None:
-        self._lost = True
-        error = CoordinatorLost(text)
-        self._changed(error)
-        self._fail_waiting(error)
+            patience = max(_REPEAT_SECONDS, self._interval)
+            for request in self._waiting.values():
+                if now - request.sent_at >= patience:
+                    request.sent_at = now
+                    self._outbox.append(request.frames)
+        if not self._lease_seconds or now - self._heard <= self._lease_seconds:
+            return
+        if not self._lost:
+            self._lost = True
+            self._changed(
+                CoordinatorLost(
+                    f"the coordinator at {self.address} was not heard for {now - self._heard:.1f} s"
+                )
+            )
+        if now - self._reconnected > self._lease_seconds:
+            # After a partition TCP may take minutes to try again; a new connection does not wait for it.
+            self._reconnected = now
+            self._socket.disconnect(self._endpoint)
+            self._socket.connect(self.address)
 
     def _send_all(self) -> bool:
         """Send what is queued; True when the link is closing and there is nothing left to send."""
@@ -232,7 +341,7 @@ class Link:
             try:
                 self._socket.send_multipart(frames, zmq.NOBLOCK)
             except zmq.Again:
-                # A full queue means a coordinator that is gone; heartbeats and requests repeat or time out.
+                # A full queue means a coordinator that is gone; heartbeats and requests are repeated.
                 return self._closing
 
     def _receive_all(self) -> None:
@@ -247,7 +356,13 @@ class Link:
                 self._fail_waiting(error)
                 continue
             self._heard = time.monotonic()
-            if self._lost and not isinstance(message, Goodbye):
+            if isinstance(message, Goodbye):
+                self._lost = True
+                error = CoordinatorLost(f"the coordinator at {self.address} has closed")
+                self._changed(error)
+                self._fail_waiting(error)
+                continue
+            if self._lost:
                 self._lost = False
                 self._changed(None)
             self._handle(message)
@@ -255,51 +370,83 @@ class Link:
     def _handle(self, message: FromCoordinator) -> None:
         match message:
             case Joined():
-                with self._lock:
-                    self._member = message.member
-                self._lease_seconds = message.lease_seconds
+                self._joined(message)
             case Fenced() if not self._member or message.member != self._member:
                 return  # about an incarnation of ours that is over
             case Fenced():
-                self._is_member.clear()
-                with self._lock:
-                    self._member = 0
-                    if message.rejoin and self._join is not None:
-                        self._rejoined = time.monotonic()
-                        self._outbox.append(encode(self._join))
-                    else:
-                        self._join = None
-            case Goodbye():
-                self._lose(f"the coordinator at {self.address} has closed")
-                return
+                self._fenced(message)
             case Refused():
-                with self._lock:
-                    if self._join is not None and message.request in (0, self._join.request):
-                        self._join = None
+                self._refused(message)
+            case Announced() | Layouts():
+                self._receive(message)
+                self._answer(message.request, message)
+            case RunState(announcement=announcement):
+                if announcement is not None:
+                    self._learn(announcement.epoch, announcement.version)
+                self._receive(message)
+            case Complete():
+                self._learn(message.epoch, message.version)
+                self._receive(message)
+            case _:
+                self._receive(message)
+
+    def _joined(self, message: Joined) -> None:
+        self._learn(message.epoch, message.version)
+        with self._lock:
+            self._member = self._last_member = message.member
+        self._lease_seconds = message.lease_seconds
+        self._beat_at = time.monotonic()
         self._receive(message)
-        match message:
-            case Joined() | Announced():
-                if isinstance(message, Joined):
-                    self._is_member.set()
-                with self._lock:
-                    future = self._waiting.pop(message.request, None)
-                if future is not None:
-                    future.set_result(message)
-            case Fenced():
-                error = from_refusal(message.code, message.message, message.detail)
-                self._fail_waiting(Rejoining(message.message) if message.rejoin else error)
-            case Refused():
-                error = from_refusal(message.code, message.message, message.detail)
-                if message.request == 0:  # the coordinator could not even read which request it was
-                    self._fail_waiting(error)
-                with self._lock:
-                    future = self._waiting.pop(message.request, None)
-                if future is not None:
-                    future.set_exception(error)
+        if self._acked is not None or self._staged is not None:  # what the coordinator may not know yet
+            self._post(self._heartbeat)
+        self._is_member.set()
+        self._answer(message.request, message)
+
+    def _fenced(self, message: Fenced) -> None:
+        self._is_member.clear()
+        with self._lock:
+            self._member = 0
+            if message.rejoin and self._join is not None:
+                self._joining_since = time.monotonic()
+                self._join = msgspec.structs.replace(
+                    self._join, request=next(self._requests), known=self._known
+                )
+                self._outbox.append(encode(self._join))
+            else:
+                self._join = None
+        self._receive(message)
+        error = from_refusal(message.code, message.message, message.detail)
+        self._fail_waiting(Rejoining(message.message) if message.rejoin else error)
+
+    def _refused(self, message: Refused) -> None:
+        error = from_refusal(message.code, message.message, message.detail)
+        with self._lock:
+            waiting = self._waiting.pop(message.request, None)
+            over = self._join is not None and message.request in (0, self._join.request)
+            if over:
+                self._join, self._member = None, 0
+        if waiting is not None:
+            waiting.future.set_exception(error)
+        elif over:
+            self._is_member.clear()
+            if self._last_member:
+                self._receive(
+                    Fenced(self._last_member, message.code, message.message, message.detail, rejoin=False)
+                )
+            self._fail_waiting(error)  # the coordinator could perhaps not even read which request it was
+
+    def _learn(self, epoch: int, version: int) -> None:
+        self._known = Known(max(self._known.epoch, epoch), max(self._known.version, version))
+
+    def _answer(self, request: int, reply: Reply) -> None:
+        with self._lock:
+            waiting = self._waiting.pop(request, None)
+        if waiting is not None:
+            waiting.future.set_result(reply)
 
     def _fail_waiting(self, error: DcsError) -> None:
         with self._lock:
             waiting = list(self._waiting.values())
             self._waiting.clear()
-        for future in waiting:
-            future.set_exception(error)
+        for request in waiting:
+            request.future.set_exception(error)
