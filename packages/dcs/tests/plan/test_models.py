@@ -362,6 +362,8 @@ def test_a_shape_comes_from_a_hugging_face_configuration():
     assert "model.layers.1.mlp.gate.weight" not in tensors
 
     plain = {name: value for name, value in config.items() if name not in ("head_dim", "num_key_value_heads")}
+    renamed = plain | {"num_experts": None, "num_local_experts": 8}
+    assert MegatronShape.from_huggingface(renamed).experts == 8
     qwen2 = MegatronShape.from_huggingface(plain | {"model_type": "qwen2", "num_experts": None})
     assert (qwen2.kv_groups, qwen2.head_dim, qwen2.qkv_bias, qwen2.experts) == (4, 2, True, 0)
     with pytest.raises(ValueError, match="'mamba'"):

@@ -265,6 +265,24 @@ def test_what_only_one_rank_has_is_made_up_for_by_what_all_have():
     assert sent == [512 * 256 * 2] * 2
 
 
+def test_sources_that_cut_a_tensor_in_different_ways_share_it(oracle):
+    shapes = {"q": (1024, 256)}
+    rows, columns = (
+        [layout({"q": shard("q", shapes["q"], dim, rank, 2)}) for rank in range(2)] for dim in (0, 1)
+    )
+    sources = [*rows, *columns, layout({"q": whole("q", shapes["q"]), "other": whole("q", shapes["q"])})]
+    destination = layout({"w": whole("q", shapes["q"])})
+    sent = oracle(shapes, {"q": "uint16"}).execute(destination, sources, grain=1024)
+    assert max(sent) <= 1.25 * sum(sent) / len(sources)
+
+
+def test_a_tensor_with_few_long_rows_is_shared_along_them(oracle):
+    shapes = {"q": (3, 65536)}
+    source, destination = layout({"q": whole("q", shapes["q"])}), layout({"w": whole("q", shapes["q"])})
+    sent = oracle(shapes, {"q": "uint32"}).execute(destination, [source] * 4, grain=4096)
+    assert max(sent) - min(sent) <= 4096
+
+
 def test_ties_fall_on_another_source_at_each_turn():
     sources = [layout({"n": whole("n", (8,)), f"own{rank}": whole(f"own{rank}", (1,))}) for rank in range(4)]
     destination = layout({"n": whole("n", (8,))})

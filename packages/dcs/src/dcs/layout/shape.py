@@ -82,7 +82,7 @@ class MegatronShape:
             if config.get(name):
                 raise ValueError(f"{name} is set: dcs has no names for the biases of this {family} model")
         heads = config["num_attention_heads"]
-        experts = config.get("num_experts") or 0
+        experts = config.get("num_experts") or config.get("num_local_experts") or 0
         layers = config["num_hidden_layers"]
         step, dense = config.get("decoder_sparse_step") or 1, set(config.get("mlp_only_layers") or ())
         dense |= {index for index in range(layers) if (index + 1) % step}

@@ -70,13 +70,13 @@ def cut(selection: Selection, chunk_bytes: int) -> list[Selection]:
     ends = np.cumsum(run * count)
     chunks = np.array(_chunk_starts(run, count, ends, chunk_bytes), np.int64)
 
-    # Positions are in the packed form. A row breaks where a chunk starts, and around a run that is split.
+    # Positions are in the packed form. A row breaks where a chunk starts, and at the end of a run that is
+    # split: one before it in its row would be split as well, or ends where a chunk starts.
     first = np.concatenate(([0], ends[:-1]))
     row = np.searchsorted(ends, chunks, side="right")
     inside = (chunks - first[row]) % run[row]
     torn = inside > 0
-    run_start = chunks[torn] - inside[torn]
-    breaks = np.unique(np.concatenate((first, chunks, run_start, run_start + run[row[torn]])))
+    breaks = np.unique(np.concatenate((first, chunks, (chunks - inside + run[row])[torn])))
     breaks = breaks[breaks < ends[-1]]
 
     row = np.searchsorted(ends, breaks, side="right")

@@ -16,10 +16,11 @@ from typing import NamedTuple
 import numpy as np
 
 from dcs.errors import LayoutMismatch
-from dcs.layout import ALIGNMENT, ITEMSIZE, Layout, Shape
+from dcs.layout import ITEMSIZE, Layout, Shape
 from dcs.layout.pieces import box as written
 from dcs.plan import blocks as block
-from dcs.plan.boxes import Box, Held, difference, extent, held, intersection, rows, split, volume
+from dcs.plan.boxes import Box, Held, difference, extent, held, intersection, rows, volume
+from dcs.plan.sharing import Cell, aligned, dealt, shares_of
 
 GRAIN = 64 << 10  # bytes; less is not worth asking one more source for
 _CACHED = 32  # plans
@@ -101,16 +102,12 @@ def _from_twins(nbytes: int, twins: list[int], sources: int, grain: int) -> list
     found = [block.identity(0) for _ in range(sources)]
     parts = min(len(twins), max(nbytes // grain, 1))
     for index, source in enumerate(twins[:parts]):
-        start, stop = (_aligned(nbytes * part // parts) for part in (index, index + 1))
+        start, stop = (aligned(nbytes * part // parts) for part in (index, index + 1))
         stop = nbytes if index + 1 == parts else stop
         if start < stop:
             length = stop - start
             found[source] = np.array([[start, length, start, length, length, 1]], np.int64)
     return found
-
-
-def _aligned(nbytes: int) -> int:
-    return nbytes // ALIGNMENT * ALIGNMENT
 
 
 class _Region(NamedTuple):
@@ -120,16 +117,6 @@ class _Region(NamedTuple):
     stop: Shape
     shape: Shape
     dtype: str
-
-
-@dataclass(frozen=True, slots=True)
-class _Cell:
-    """A box of one destination tensor, with whoever holds all of it: by distinct source layout."""
-
-    box: Box
-    nbytes: int
-    to: Held
-    owners: dict[int, Held]
 
 
 def _from_owners(
@@ -150,7 +137,7 @@ def _from_owners(
             region = _Region(piece.start, piece.stop, piece.shape, piece.dtype)
             holders[piece.source].setdefault(region, {}).setdefault(index, piece)
 
-    shared: dict[tuple[int, ...], list[_Cell]] = {}
+    shared: dict[tuple[int, ...], list[Cell]] = {}
     for piece in wanted:
         for cell in _cells(piece, holders[piece.source], who):
             shared.setdefault(tuple(sorted(cell.owners)), []).append(cell)
@@ -163,16 +150,16 @@ def _from_owners(
     # Who has no choice comes first, so that those who have one can make up for it.
     for owners in sorted(shared, key=lambda owners: len(candidates[owners])):
         able = sorted(candidates[owners], key=lambda source: (load[source], rank[source]))
-        shares = _shares(
+        shares = shares_of(
             [load[source] for source in able], sum(cell.nbytes for cell in shared[owners]), grain
         )
-        for place, cell, box in _dealt(shared[owners], shares, grain):
+        for place, cell, box in dealt(shared[owners], shares, grain):
             source = able[place]
             load[source] += _move(moves[source], cell, cell.owners[of_source[source]], box)
     return [_merged(np.array(moves[source], np.int64).reshape(-1, 6)) for source in range(len(sources))]
 
 
-def _cells(piece: Held, holders: dict[_Region, dict[int, Held]], who: str) -> list[_Cell]:
+def _cells(piece: Held, holders: dict[_Region, dict[int, Held]], who: str) -> list[Cell]:
     """The piece cut into boxes of which every holder has all or nothing. Raises `LayoutMismatch`."""
     whole = (piece.start, piece.stop)
     done: list[tuple[Box, dict[int, Held]]] = []
@@ -200,7 +187,7 @@ def _cells(piece: Held, holders: dict[_Region, dict[int, Held]], who: str) -> li
         raise _uncovered(piece, min(free), bool(holders), who)
     done.sort(key=lambda cell: cell[0])
     itemsize = ITEMSIZE[piece.dtype]
-    return [_Cell(box, volume(*box) * itemsize, piece, owners) for box, owners in done]
+    return [Cell(box, volume(*box) * itemsize, piece, owners) for box, owners in done]
 
 
 def _refined(
@@ -218,41 +205,7 @@ def _refined(
     return found
 
 
-def _shares(load: list[int], total: int, grain: int) -> list[int]:
-    """`total` bytes over sources with these loads (ascending), so that they end up level; no share is smaller
-    than `grain`, but for one that is all.
-    """
-    for sharers in range(len(load), 0, -1):
-        level = (total + sum(load[:sharers])) // sharers
-        if sharers == 1 or level - load[sharers - 1] >= grain:
-            shares = [_aligned(level - have) for have in load[:sharers]]
-            shares[0] += total - sum(shares)
-            return shares
-    raise AssertionError("load is never empty")
-
-
-def _dealt(cells: list[_Cell], shares: list[int], grain: int) -> list[tuple[int, _Cell, Box]]:
-    """Cells in order to the holders of `shares` in order, split where a share ends: `(holder, cell, box)`."""
-    found: list[tuple[int, _Cell, Box]] = []
-    place, left = 0, shares[0]
-    for cell in cells:
-        itemsize = ITEMSIZE[cell.to.dtype]
-        small = max(grain // 4, itemsize)  # not worth a part of its own, at the end of a share
-        box, size = cell.box, cell.nbytes
-        while place + 1 < len(shares) and size > left + small:
-            if left >= small:
-                part, box = split(box, itemsize, left, grain)
-                taken = volume(*part) * itemsize
-                found.append((place, cell, part))
-                left, size = left - taken, size - taken
-            place += 1
-            left += shares[place]
-        found.append((place, cell, box))
-        left -= size
-    return found
-
-
-def _move(moves: list[int], cell: _Cell, holder: Held, box: Box) -> int:
+def _move(moves: list[int], cell: Cell, holder: Held, box: Box) -> int:
     """Append the rows that move the box; returns its bytes."""
     source, to = holder.address(box[0]), cell.to.address(box[0])
     sides = extent(*box)
