@@ -14,7 +14,7 @@ LOCK_IS_CLEAN := if [ -e .git ] && ! git diff-files --quiet uv.lock && git diff 
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-all lint format docs bench bench-peers lock build clean
+.PHONY: help setup train test test-all lint format docs bench bench-peers engines lock build clean
 
 help: ## List these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -62,6 +62,10 @@ bench-peers: $(filter .tools/%,$(UV)) ## Install the peers of the benchmarks: tr
 	$(UV) pip sync --quiet --compile-bytecode --python .bench/queue/bin/python benchmarks/queue_sides/requirements.txt
 	@command -v redis-server >/dev/null || \
 	  echo "redis-server is missing: install it with the system's package manager (apt-get install redis-server)"
+
+engines: $(filter .tools/%,$(UV)) ## Install SGLang for tests/engines into .engines/ (the tests skip without it)
+	$(UV) venv --quiet --allow-existing --python $(BIN)/python .engines/sglang
+	$(UV) pip sync --quiet --compile-bytecode --python .engines/sglang/bin/python tests/engines/requirements-sglang.txt
 
 lock: setup ## Move every pin that docs/decisions/0002 leaves free; the only way to change pins
 	$(UV) lock --upgrade
