@@ -257,8 +257,8 @@ class Group:
         """Make `flat` of every member equal to that of `source`.
 
         Args:
-            flat: uint8 [n], contiguous, of the same n everywhere. On the host; with nccl on its device too.
-                Is only read at the source.
+            flat: uint8 [n], contiguous, of the same n everywhere. On the host; with nccl on its device too
+                (then what writes it must have finished). Is only read at the source.
             source: rank of the member that has the bytes.
             bucket_bytes: how much is moved at a time; the same everywhere.
             on_bucket: called here, in this thread, with the start and end of each bucket in turn as soon as

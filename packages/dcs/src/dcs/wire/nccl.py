@@ -35,47 +35,45 @@ class NcclTransport:
                 rendezvous.store, rendezvous.rank, rendezvous.size, _NEVER
             )
         self._copies = torch.cuda.Stream(self._device)
-        self._bounce: list[torch.Tensor] = []
+        self._bounce = [torch.empty(0, dtype=torch.uint8, device=self._device) for _ in range(2)]
         self._turn = 0
         self._aborted = False
         self._cutting = threading.Lock()
-        first = torch.zeros(1, dtype=torch.uint8, device=self._device)
-        self.start(first, 0, rendezvous.seconds)()
+        # The communicator is made by the first call. Everybody has just been seen in the store.
+        self.start(torch.zeros(1, dtype=torch.uint8, device=self._device), 0, rendezvous.seconds)()
 
     def start(self, bucket: torch.Tensor, source: int, seconds: float) -> Callable[[], None]:
-        """`seconds` is kept by the group, which cuts this transport when they are over."""
+        """`seconds` is kept by the group, which cuts this transport when they are over.
+
+        A bucket on the device is broadcast where it lies, without a bounce.
+        """
         group = self._group
-        assert group is not None
-        if self._aborted:
+        if self._aborted or group is None:
             raise RuntimeError("the group was aborted")
-        # A bucket's bounce buffer is free: the one before the last has been waited for.
-        bounce = self._bounce_for(bucket)
+        on_device = bucket if bucket.is_cuda else self._bounce_for(bucket)
         is_source = self._rank == source
+        options = distributed.BroadcastOptions()
+        options.rootRank, options.rootTensor = source, 0
         with torch.cuda.stream(self._copies):
-            if is_source:
-                bounce.copy_(bucket, non_blocking=True)
-            options = distributed.BroadcastOptions()
-            options.rootRank, options.rootTensor = source, 0
-            work = group.broadcast([bounce], options)  # on nccl's stream, after the copy
+            if is_source and on_device is not bucket:
+                on_device.copy_(bucket, non_blocking=True)
+            work = group.broadcast([on_device], options)  # on nccl's own stream, after the copy
+        # Waited for on a stream of the bucket's own: the next copy to the device must not queue behind it.
+        side = torch.cuda.Stream(self._device)
+        with torch.cuda.stream(side):
+            work.wait()
             arrived = torch.cuda.Event(blocking=True)
-            # The stream waits for nccl on the device; this thread does not. Later copies to the device must
-            # not queue behind this broadcast, so the wait is put on a stream of the bucket's own.
-            side = torch.cuda.Stream(self._device)
-            with torch.cuda.stream(side):
-                work.wait()
-                arrived.record(side)
+            arrived.record(side)
 
         def finish() -> None:
             arrived.synchronize()
             error = work.exception() if work.is_completed() else None
-            if error is not None:
-                raise RuntimeError(str(error))
-            if self._aborted:
-                raise RuntimeError("the group was aborted")
-            if not is_source:
+            if error is not None or self._aborted:
+                raise RuntimeError(str(error or "the group was aborted"))
+            if not is_source and on_device is not bucket:
                 # Only what nccl has delivered is copied on, so that an abort cannot spoil the buffer later.
                 with torch.cuda.stream(side):
-                    bucket.copy_(bounce, non_blocking=True)
+                    bucket.copy_(on_device, non_blocking=True)
                     copied = torch.cuda.Event(blocking=True)
                     copied.record(side)
                 copied.synchronize()
@@ -83,11 +81,9 @@ class NcclTransport:
         return finish
 
     def _bounce_for(self, bucket: torch.Tensor) -> torch.Tensor:
-        self._turn += 1
-        if len(self._bounce) < 2:
-            self._bounce.append(torch.empty(len(bucket), dtype=torch.uint8, device=self._device))
-            return self._bounce[-1]
+        """In turn one of two buffers on the device. At most two buckets are under way: this one's is free."""
         place = self._turn % 2
+        self._turn += 1
         if len(self._bounce[place]) < len(bucket):
             self._bounce[place] = torch.empty(len(bucket), dtype=torch.uint8, device=self._device)
         return self._bounce[place][: len(bucket)]
