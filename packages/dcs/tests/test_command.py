@@ -70,7 +70,7 @@ def test_the_command_prints_its_address_and_ends_on_a_signal(number):
     with subprocess.Popen(SERVE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         ready = json.loads(process.stdout.readline())
-        assert ready["pid"] == process.pid
+        assert (ready["pid"], ready["http"]) == (process.pid, "")
         layout = dcs.layout.of({"w": torch.zeros(1)})
         dcs.Subscriber(ready["address"], name="e", layout=layout).close()
         process.send_signal(number)
@@ -94,8 +94,10 @@ def test_a_coordinator_process_needs_no_torch():
 
 
 def test_serve_raises_what_the_process_could_not_do():
-    with dcs.serve(token="secret") as coordinator:
+    with dcs.serve(token="secret", http_port=0) as coordinator:
         assert coordinator.alive
+        with urllib.request.urlopen(f"{coordinator.http}/healthz", timeout=20) as response:
+            assert response.status == 200
         layout = dcs.layout.of({"w": torch.zeros(1)})
         with pytest.raises(dcs.Unauthorized):
             dcs.Subscriber(coordinator.address, name="e", layout=layout)
@@ -124,27 +126,24 @@ def test_the_coordinator_process_ends_when_its_parent_is_killed():
         assert readable
 
 
-def test_the_command_serves_http_where_it_is_asked_to(capsys):
-    with serving() as ready:
-        assert ready["http"] == ""
-    with serving("--http-port", "0") as ready:
-        with urllib.request.urlopen(f"{ready['http']}/topology", timeout=20) as response:
-            topology = msgspec.json.decode(response.read(), type=Topology)
-        assert (topology.runs, topology.lease_seconds) == ((), 5.0)
+def test_the_command_serves_http_to_who_shows_its_token(capsys, monkeypatch):
+    options = ["--lease-seconds", "2.5", "--transfer-seconds", "9", "--no-relay", "--http-port", "0"]
+    with serving(*options, token="secret") as ready:
         with urllib.request.urlopen(f"{ready['http']}/healthz", timeout=20) as response:
             assert response.status == 200
-        assert main(["top", ready["http"], "--once"]) == 0
-        assert "no runs yet" in capsys.readouterr().out
-
-
-def test_http_wants_the_token_of_the_coordinator(capsys, monkeypatch):
-    with serving("--http-port", "0", token="secret") as ready:
         with pytest.raises(urllib.error.HTTPError) as refused:
             urllib.request.urlopen(f"{ready['http']}/topology", timeout=20)
         assert refused.value.code == 401
         refused.value.close()
+        asked = urllib.request.Request(
+            f"{ready['http']}/topology", headers={"Authorization": "Bearer secret"}
+        )
+        with urllib.request.urlopen(asked, timeout=20) as response:
+            topology = msgspec.json.decode(response.read(), type=Topology)
+        assert (topology.runs, topology.lease_seconds) == ((), 2.5)
         monkeypatch.setenv("DCS_TOKEN", "secret")
         assert main(["top", ready["http"], "--once"]) == 0
+        assert "no runs yet" in capsys.readouterr().out
 
 
 def test_http_that_cannot_be_served_ends_the_command(failed, no_leak):
@@ -153,11 +152,10 @@ def test_http_that_cannot_be_served_ends_the_command(failed, no_leak):
     assert "without a token" in failed("serve", "--http-port", "0", "--http-host", "0.0.0.0")
 
 
-def test_what_serve_is_told_reaches_the_coordinator(failed):
-    options = ["--lease-seconds", "2.5", "--transfer-seconds", "9", "--no-relay", "--http-port", "0"]
-    with serving(*options) as ready, urllib.request.urlopen(f"{ready['http']}/topology", timeout=20) as got:
-        assert msgspec.json.decode(got.read(), type=Topology).lease_seconds == 2.5
+def test_options_that_cannot_be_meant_are_named(failed):
     assert "transfer_seconds is -1.0" in failed("serve", "--transfer-seconds", "-1")
+    assert "lease_seconds is 0.0" in failed("serve", "--lease-seconds", "0")
+    assert "cannot read the secret key nowhere" in failed("serve", "--curve-secret-file", "nowhere")
 
 
 def test_keys_are_written_once_and_for_their_user_only(tmp_path, capsys):
