@@ -78,7 +78,7 @@ class CoordinatorProcess:
         address: for publishers and subscribers; the same after a restart.
         http: where it serves HTTP, "" when it does not.
         restarts: how often it was started again.
-        error: why it is not, or no more, started again; None while all is well.
+        error: why it is not started again any more; None before that.
     """
 
     def __init__(
@@ -132,6 +132,7 @@ class CoordinatorProcess:
     def _supervise(self) -> None:
         """Start it again whenever it has ended, unless that happens too often."""
         ends: deque[float] = deque(maxlen=_MAX_RESTARTS)
+        why = "its traceback is on stderr"
         while self._await_end():
             status = self._process.wait(_STOP_SECONDS)
             _end(self._process)
@@ -139,7 +140,7 @@ class CoordinatorProcess:
             if len(ends) == _MAX_RESTARTS and now - ends[0] < _WITHIN_SECONDS:
                 self.error = DcsError(
                     f"the coordinator at {self.address} ended with status {status}, and has been started"
-                    f" {_MAX_RESTARTS} times within {now - ends[0]:.0f} s; its traceback is on stderr"
+                    f" {_MAX_RESTARTS} times within {now - ends[0]:.0f} s; {why}"
                 )
                 return
             ends.append(now)
@@ -152,11 +153,10 @@ class CoordinatorProcess:
             except Closed:
                 return
             except DcsError as error:  # its process is over, or will be in a moment: that counts as an end
-                self.error = error
+                why = str(error)
                 self._process.kill()
             else:
                 self.restarts += 1
-                self.error = None
 
     def _await_end(self) -> bool:
         """Wait until the process ends; False when this is closed instead."""

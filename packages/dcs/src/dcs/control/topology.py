@@ -186,7 +186,7 @@ class _Group:
             below, index = found
             yield from _climb(below, index)
         if below is not main:
-            yield from _hang(main, list(self._chains).index(machine))
+            yield from _hang(main, list(self._chains).index(machine) - 1)
 
 
 def _domain(endpoint: Endpoint) -> str | None:
