@@ -27,7 +27,8 @@ REPEATS = (
     64  # times that a selection may name all of a peer's memory, as one byte may have several destinations
 )
 SPLIT = 64  # bytes; a run is cut at multiples of it, so that no element of a tensor is torn
-_VOID_LIMIT = 512  # bytes; up to here numpy copies runs faster as opaque items than as rows of bytes
+_SMALL = 4096  # bytes; up to here the cost of a copy is that of asking for it
+_OPAQUE = 512  # bytes; up to here numpy copies runs faster as opaque items than as rows of bytes
 
 Blocks = np.ndarray
 Selection = np.ndarray
@@ -129,12 +130,7 @@ def gather(selection: Selection, memory: np.ndarray, out: np.ndarray) -> int:
 
     Raises `ValueError` when the selection leaves `memory` or does not fit into `out`.
     """
-    position = 0
-    for start, stride, run, count in selection.tolist():
-        source, packed = _views(memory, start, stride, out, position, run, count)
-        np.copyto(packed, source)
-        position += run * count
-    return position
+    return _copy(selection, memory, out, packing=True)
 
 
 def scatter(selection: Selection, memory: np.ndarray, packed: np.ndarray) -> None:
@@ -147,40 +143,38 @@ def scatter(selection: Selection, memory: np.ndarray, packed: np.ndarray) -> Non
         raise ValueError(
             f"{packed.nbytes} packed bytes for a selection of {total}: pass what `gather` made of it"
         )
+    _copy(selection, memory, packed, packing=False)
+
+
+def _copy(selection: Selection, memory: np.ndarray, packed: np.ndarray, packing: bool) -> int:
+    # Of what numpy offers, the cheapest for each kind of row, as there may be many small ones: memoryviews
+    # (0.2 us, but they hold the interpreter's lock), arrays over a buffer, runs as opaque items (one memmove
+    # each).
+    loose, tight = memory.data, packed.data
     position = 0
     for start, stride, run, count in selection.tolist():
-        target, source = _views(memory, start, stride, packed, position, run, count)
-        np.copyto(target, source)
-        position += run * count
-
-
-def _views(
-    memory: np.ndarray, start: int, stride: int, packed: np.ndarray, position: int, run: int, count: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """The same runs as arrays over `memory` and over `packed`; numpy checks that they lie inside both."""
-    if (
-        start < 0
-        or start + (count - 1) * stride + run > memory.nbytes
-        or position + run * count > packed.nbytes
-    ):
-        raise ValueError(
-            f"{count} runs of {run} bytes, {stride} apart from byte {start}, do not lie within"
-            f" {memory.nbytes} bytes, or not within {packed.nbytes} packed ones from byte {position}"
-        )
-    # `ndarray` costs a quarter of what `as_strided` does, and there may be many small rows.
-    if count == 1 or stride == run:
-        length = run * count
-        return memory[start : start + length], packed[position : position + length]
-    if run <= _VOID_LIMIT:
-        item = f"V{run}"
-        return (
-            np.ndarray((count,), item, memory.data, start, (stride,)),
-            np.ndarray((count,), item, packed.data, position, (run,)),
-        )
-    return (
-        np.ndarray((count, run), np.uint8, memory.data, start, (stride, 1)),
-        np.ndarray((count, run), np.uint8, packed.data, position, (run, 1)),
-    )
+        size = run * count
+        if start < 0 or start + (count - 1) * stride + run > memory.nbytes or position + size > packed.nbytes:
+            raise ValueError(
+                f"{count} runs of {run} bytes, {stride} apart from byte {start}, do not lie within"
+                f" {memory.nbytes} bytes, or not within {packed.nbytes} packed ones from byte {position}"
+            )
+        if count == 1 or stride == run:
+            views = (loose, tight) if size <= _SMALL else (memory, packed)
+            own, other = views[0][start : start + size], views[1][position : position + size]
+        elif run <= _OPAQUE:
+            item = f"V{run}"
+            own = np.ndarray((count,), item, loose, start, (stride,))
+            other = np.ndarray((count,), item, tight, position, (run,))
+        else:
+            own = np.ndarray((count, run), np.uint8, loose, start, (stride, 1))
+            other = np.ndarray((count, run), np.uint8, tight, position, (run, 1))
+        if packing:
+            other[:] = own
+        else:
+            own[:] = other
+        position += size
+    return position
 
 
 def spans(selection: Selection, limit: int) -> list[tuple[int, int]] | None:

@@ -1,6 +1,4 @@
-"""Who sends what of the boxes that several sources hold: equal loads, in long parts in the order of the
-receiver.
-"""
+"""Who sends what of the boxes that several sources hold: equal loads, in long parts."""
 
 from __future__ import annotations
 
@@ -21,6 +19,7 @@ class Cell:
 
 
 def aligned(nbytes: int) -> int:
+    """Rounded down, so that parts begin where a cache line does."""
     return nbytes // ALIGNMENT * ALIGNMENT
 
 
