@@ -1,0 +1,331 @@
+"""What happens to a frozen step in the background: its copies are made, and its memory is used again.
+
+One thread makes each of a rank's copies, in the order of the steps; another takes arenas back from the
+keepers. All state is guarded by one condition, which whoever waits for any of it waits on.
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+from dcs.errors import Closed, DcsError, Evicted, Timeout
+from dcs.replicas.arenas import Arena
+from dcs.replicas.link import Link
+from dcs.replicas.messages import Drop, Floor, Place
+from dcs.replicas.saving import Journey
+
+RECLAIM_SECONDS = 5.0  # for a keeper to let go of what it was told to
+
+
+class View(Protocol):
+    """What is known of the keepers. Called with the lock held."""
+
+    def floor(self) -> Floor | None:
+        """What may be dropped."""
+        ...
+
+    def place(self, journey: Journey) -> Place:
+        """Where a step stands among all."""
+        ...
+
+
+class Shipping:
+    """The steps of one rank that are on their way, and the arenas they lie in.
+
+    Args:
+        copies: how many keepers are to hold each step.
+        arenas: how many steps may lie in memory at a time, without what `freeze` gives up.
+        view: what is known of the keepers.
+        local: the keeper that arenas may be handed over to, or None; called with the lock held.
+    """
+
+    def __init__(self, copies: int, arenas: int, view: View, local: Callable[[], Link | None]) -> None:
+        self.changed = threading.Condition()
+        self.evicted: DcsError | None = None
+        self.closed = False
+        self.degraded = 0  # steps with fewer copies than asked for
+        self._view = view
+        self._local = local
+        self._limit = arenas
+        self._count = 0
+        self._free: list[Arena] = []
+        self._journeys: list[Journey] = []  # whose arenas are not free yet
+        self._incomplete: list[Journey] = []
+        self._queues: list[deque[Journey]] = [deque() for _ in range(copies)]
+        self._hurry = False  # a keeper or another rank did not keep up: do not wait for it again
+        self._releasing = 0  # arenas that a keeper is asked to let go of
+        self._wanted = 0  # bytes of an arena that is made in the background
+        self._threads = [
+            threading.Thread(target=self._copy, args=(index,), name=f"dcs-replicas-copy-{index}", daemon=True)
+            for index in range(copies)
+        ]
+        self._threads.append(threading.Thread(target=self._reclaim, name="dcs-replicas-reclaim", daemon=True))
+
+    def start(self) -> None:
+        """Start the threads."""
+        for thread in self._threads:
+            thread.start()
+
+    def close(self) -> None:
+        """Stop; the links have to be closed by now, so that no thread is waiting on one."""
+        with self.changed:
+            self.closed = True
+            self.changed.notify_all()
+        for thread in self._threads:
+            if thread.ident is not None:
+                thread.join()
+        with self.changed:
+            for arena in [*self._free, *(j.arena for j in self._journeys if not j.released)]:
+                arena.close()
+            self._free.clear()
+            self._journeys.clear()
+
+    # -- arenas --
+
+    def arena(self, nbytes: int, seconds: float) -> Arena:
+        """Memory for `nbytes`, waiting at most `seconds` for it, and then giving up an older step.
+
+        Raises `Timeout` when a keeper does not even let go of that.
+        """
+        now = time.monotonic()
+        with self.changed:
+            self._wanted = nbytes
+            deadline = now if self._hurry else now + seconds
+            last = deadline + RECLAIM_SECONDS
+            while True:
+                self.check()
+                arena = self._take(nbytes)
+                if arena is not None:
+                    return arena
+                now = time.monotonic()
+                late = now >= deadline
+                if self._count < self._limit + late:
+                    self._count += 1
+                    break
+                if late:
+                    self._hurry = True
+                    self._give_one_up()
+                if now >= last:
+                    raise Timeout(
+                        f"no memory for a step of {nbytes} bytes after {seconds + RECLAIM_SECONDS} s: keepers"
+                        f" hold on to {self._count} older ones"
+                    )
+                self.changed.wait((last if late else deadline) - now)
+        try:
+            return Arena(nbytes)
+        except BaseException:
+            self.give_back(None)
+            raise
+
+    def give_back(self, arena: Arena | None) -> None:
+        """An arena was not used after all, or could not be made."""
+        with self.changed:
+            if arena is None:
+                self._count -= 1
+            else:
+                self._free.append(arena)
+            self.changed.notify_all()
+
+    def check(self) -> None:
+        """Raise `Closed` or `Evicted` if so; with the lock held."""
+        if self.closed:
+            raise Closed("the replicas were closed")
+        if self.evicted is not None:
+            raise self.evicted
+
+    def _take(self, nbytes: int) -> Arena | None:
+        for arena in self._free:
+            if arena.fits(nbytes):
+                self._free.remove(arena)
+                return arena
+        while self._free:
+            self._free.pop().close()
+            self._count -= 1
+        return None
+
+    def _give_one_up(self) -> None:
+        """Give up an older step, unless one is on its way out: one that is not being copied, if there is
+        one.
+        """
+        floor = self._view.floor()
+        if self._releasing or any(j.given_up and not j.settled for j in self._journeys):
+            return
+        if any(self._may_go(j, floor) for j in self._journeys):
+            return
+        kept = [j for j in self._journeys if j.settled and j.complete]
+        idle = [j for j in self._journeys if not j.moving and j not in kept]
+        busy = [j for j in self._journeys if j.moving]
+        for journey in [*idle, *busy]:
+            journey.given_up = (
+                "its memory was needed for a newer step: a keeper, or another rank, does not keep up"
+            )
+            for queue in self._queues:
+                if journey in queue:
+                    queue.remove(journey)
+                    self._close_one(journey)
+            for link in journey.busy:
+                link.cut()
+            self.changed.notify_all()
+            if not journey.settled or self._may_go(journey, floor):
+                return  # else it is the newest complete one, and its memory stays
+
+    def _close_one(self, journey: Journey) -> None:
+        """One of a step's copies is made, or will not be."""
+        journey.open -= 1
+        if journey.settled:
+            journey.settled_at = time.monotonic()
+            self.degraded += len(journey.held) < journey.copies
+        self.changed.notify_all()
+
+    # -- copies --
+
+    def add(self, journey: Journey) -> None:
+        """Begin to make the copies of a frozen step."""
+        with self.changed:
+            self.check()
+            journey.open = len(self._queues)
+            self._journeys.append(journey)
+            self._incomplete.append(journey)
+            for queue in self._queues:
+                queue.append(journey)
+            self.changed.notify_all()
+
+    def look(self, complete: Callable[[Journey], bool]) -> None:
+        """The keepers hold something else: note which steps are complete. With the lock held."""
+        for journey in self._incomplete:
+            journey.complete = complete(journey)
+            if journey.complete and not journey.given_up and not journey.failed:
+                self._hurry = False
+        self._incomplete = [j for j in self._incomplete if not j.complete and j.fault() is None]
+        self.changed.notify_all()
+
+    def _copy(self, index: int) -> None:
+        queue = self._queues[index]
+        while True:
+            with self.changed:
+                while not queue and not self.closed:
+                    self.changed.wait()
+                if self.closed:
+                    return
+                journey = queue.popleft()
+                journey.moving += 1
+            try:
+                self._make_copy(journey, index)
+            finally:
+                with self.changed:
+                    journey.moving -= 1
+                    self._close_one(journey)
+
+    def _make_copy(self, journey: Journey, index: int) -> None:
+        link = journey.routes[index] if index < len(journey.routes) else None
+        while True:
+            with self.changed:
+                if self.evicted is not None:
+                    journey.failed.setdefault("any keeper", self.evicted)
+                if journey.given_up or self.closed or self.evicted is not None:
+                    return
+                if link is None:
+                    link = next((spare for spare in journey.spare if spare.up), None)
+                    if link is None:
+                        return
+                    journey.spare.remove(link)
+                hand = link is self._local()
+                if hand:
+                    journey.handed = link  # before it is, as from then on its memory is not ours
+                journey.busy.append(link)
+            try:
+                if hand:
+                    link.hand(journey.shard(), journey.arena.descriptor, self._floor())
+                else:
+                    link.send(
+                        journey.shard(), journey.arena.memory, self._floor(), lambda: self._over(journey)
+                    )
+            except DcsError as error:
+                with self.changed:
+                    journey.busy.remove(link)
+                    journey.failed[link.address] = error
+                    if isinstance(error, Evicted):
+                        self.evicted = error
+                link = None
+                continue
+            with self.changed:
+                journey.busy.remove(link)
+                journey.held.append(link)
+            return
+
+    def _floor(self) -> Floor | None:
+        with self.changed:
+            return self._view.floor()
+
+    def _over(self, journey: Journey) -> bool:
+        with self.changed:
+            return bool(journey.given_up) or self.closed or self.evicted is not None
+
+    # -- memory that is used again --
+
+    def _may_go(self, journey: Journey, floor: Floor | None) -> bool:
+        """Whether a step's memory can be taken back from the keeper that maps it."""
+        if not journey.settled:
+            return False
+        # Never because this rank was evicted: those who have taken over may restore what it left.
+        if journey.handed is None or (journey.given_up and not journey.complete):
+            return True
+        place = self._view.place(journey)
+        if floor is None or place == floor.anchor:
+            return False
+        return (place.attempt, place.step) < (floor.oldest.attempt, floor.oldest.step)
+
+    def _reclaim(self) -> None:
+        while True:
+            with self.changed:
+                while True:
+                    if self.closed:
+                        return
+                    floor = self._view.floor()
+                    journey = next((j for j in self._journeys if self._may_go(j, floor)), None)
+                    ahead = self._wanted if not self._free and self._count < self._limit else 0
+                    if journey is not None or ahead:
+                        break
+                    self.changed.wait()
+                if journey is not None:
+                    self._journeys.remove(journey)
+                    journey.released = True
+                    self._releasing += 1
+                else:
+                    self._count += 1
+            if journey is None:
+                self._make_ahead(ahead)
+            else:
+                self._release(journey)
+
+    def _release(self, journey: Journey) -> None:
+        free = True
+        if journey.handed is not None:
+            bare = journey.bare
+            try:
+                free = journey.handed.drop(Drop(bare.name, bare.session, bare.rank, bare.step))
+            except DcsError:
+                free = False  # whether it still maps it is not known
+        with self.changed:
+            self._releasing -= 1
+            if free:
+                self._free.append(journey.arena)
+            else:
+                # Never written again, as somebody may read it; a new one takes its place.
+                journey.arena.close()
+                self._count -= 1
+            self.changed.notify_all()
+
+    def _make_ahead(self, nbytes: int) -> None:
+        """Make an arena before it is asked for: the kernel clears its pages, which takes longer than to fill
+        it.
+        """
+        try:
+            arena = Arena(nbytes)
+        except OSError:
+            arena = None  # whoever asks for it will hear of it
+        with self.changed:
+            self._wanted = 0 if arena is None else self._wanted
+        self.give_back(arena)

@@ -1,0 +1,318 @@
+"""A tree of tensors and plain data as one flat run of bytes and a description of it, and back, bit for bit.
+
+The description is msgpack: scalars as they are, everything else as an array that starts with a tag. Nothing
+    in it
+is code: a tree that comes back is made of tensors, arrays and the built-in containers only.
+"""
+
+import math
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+
+from dcs.errors import ProtocolError
+from dcs.replicas.errors import UnsupportedLeaf
+
+ALIGNMENT = 64  # bytes; more than any dtype or SIMD load asks for
+MAX_DEPTH = 100
+
+_LIST, _TUPLE, _DICT, _ORDERED, _SIZE = 0, 1, 2, 3, 4
+_INTEGER, _COMPLEX, _DTYPE, _DEVICE = 5, 6, 7, 8
+_TENSOR, _ARRAY, _NUMPY_SCALAR, _GENERATOR = 9, 10, 11, 12
+_REQUIRES_GRAD, _PARAMETER = 1, 2  # flags of a tensor
+
+type Tree = Any
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """Bytes of the tree, and where they go: `source` is a torch tensor, or a numpy array of uint8."""
+
+    start: int
+    nbytes: int
+    source: torch.Tensor | np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
+class Flat:
+    """A flattened tree. `structure` describes it, `leaves` are what fills its `nbytes` bytes."""
+
+    structure: bytes
+    leaves: list[Leaf]
+    nbytes: int
+
+
+def flatten(tree: Tree) -> Flat:
+    """Describe a tree and list the bytes it is made of; nothing is copied.
+
+    A tree is dicts (any order, keys of any scalar or tuple of scalars), `OrderedDict`s (with a module's
+    `_metadata`), lists, tuples, `torch.Size`, and in them: torch tensors and parameters of any dense dtype
+    and device, `torch.Generator`s, numpy arrays and scalars, None, bool, int of any size, float, complex,
+    str, bytes, `torch.dtype` and `torch.device`. A tensor that occurs twice is kept once, and comes back as
+    one. Strides are
+    not kept: a tensor comes back contiguous.
+
+    Raises `UnsupportedLeaf`, naming the path, for anything else: what would have to be pickled.
+    """
+    return _Flattener().run(tree)
+
+
+def rebuild(structure: bytes, memory: torch.Tensor, device: str | torch.device | None = None) -> Tree:
+    """The tree of a `structure`, over its bytes.
+
+    Args:
+        structure: as `flatten` made it.
+        memory: uint8 [nbytes], on the CPU. Tensors that stay on the CPU are views of it.
+        device: where all tensors go; None leaves each on the device it came from.
+
+    Raises `ProtocolError` when the two do not fit together, and what torch raises for a device that is not
+    here.
+    """
+    try:
+        root = msgspec.msgpack.decode(structure)
+        return _Rebuilder(memory, device).value(root)
+    except (msgspec.MsgspecError, ValueError, TypeError, IndexError, AttributeError, RecursionError) as error:
+        raise ProtocolError(f"the description of a tree cannot be read: {error}") from error
+
+
+def _is_plain_key(key: Any) -> bool:
+    if type(key) is tuple:
+        return all(_is_plain_key(part) for part in key)
+    return key is None or type(key) in (bool, int, float, str, bytes)
+
+
+class _Flattener:
+    def __init__(self) -> None:
+        self._leaves: list[Leaf] = []
+        self._nbytes = 0
+        self._seen: dict[tuple[Any, ...], int] = {}
+
+    def run(self, tree: Tree) -> Flat:
+        root = self._value(tree, "", 0)
+        try:
+            structure = msgspec.msgpack.encode(root)
+        except UnicodeEncodeError as error:
+            raise UnsupportedLeaf(
+                f"a string of the tree is no valid Unicode ({error}); keep it as bytes"
+            ) from error
+        return Flat(structure, self._leaves, self._nbytes)
+
+    def _place(self, source: torch.Tensor | np.ndarray, nbytes: int) -> int:
+        start = self._nbytes
+        if nbytes:
+            self._leaves.append(Leaf(start, nbytes, source))
+            self._nbytes = start + -(-nbytes // ALIGNMENT) * ALIGNMENT
+        return start
+
+    def _value(self, value: Any, path: str, depth: int) -> Any:
+        kind = type(value)
+        if value is None or kind in (bool, float, str, bytes):
+            return value
+        if kind is int:
+            if -(1 << 63) <= value < 1 << 64:
+                return value
+            return [_INTEGER, value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)]
+        if isinstance(value, torch.Tensor):
+            return self._tensor(value, path)
+        encode = _CONTAINERS.get(kind)
+        if encode is not None:
+            if depth > MAX_DEPTH:
+                raise UnsupportedLeaf(
+                    f"{_name(path)} is nested deeper than {MAX_DEPTH}; is the tree a cycle?"
+                )
+            return encode(self, value, path, depth + 1)
+        if kind is np.ndarray or isinstance(value, np.generic):
+            return self._array(value, path)
+        encode_scalar = _SCALARS.get(kind)
+        if encode_scalar is not None:
+            return encode_scalar(value)
+        if isinstance(value, torch.Generator):
+            state = value.get_state()
+            return [_GENERATOR, self._place(state, state.nbytes), state.nbytes, str(value.device)]
+        raise UnsupportedLeaf(
+            f"{_name(path)} is a {kind.__module__}.{kind.__qualname__}, which cannot be kept without "
+            f"pickling it;"
+            " give tensors, numpy arrays, and plain data in dicts, lists and tuples"
+        )
+
+    def _sequence(self, tag: int, value: Any, path: str, depth: int) -> list[Any]:
+        return [tag, *[self._value(item, f"{path}[{index}]", depth) for index, item in enumerate(value)]]
+
+    def _items(self, value: Any, path: str, depth: int) -> list[Any]:
+        flat: list[Any] = []
+        for key, item in value.items():
+            if not _is_plain_key(key):
+                raise UnsupportedLeaf(
+                    f"a key of {_name(path)} is {key!r}, a {type(key).__qualname__}; keys are str, int, "
+                    f"float, bool,"
+                    " bytes, None, and tuples of them"
+                )
+            flat.append(self._value(key, path, depth))
+            flat.append(self._value(item, f"{path}.{key}" if path else str(key), depth))
+        return flat
+
+    def _list(self, value: list[Any], path: str, depth: int) -> list[Any]:
+        return self._sequence(_LIST, value, path, depth)
+
+    def _tuple(self, value: tuple[Any, ...], path: str, depth: int) -> list[Any]:
+        return self._sequence(_TUPLE, value, path, depth)
+
+    def _dict(self, value: dict[Any, Any], path: str, depth: int) -> list[Any]:
+        return [_DICT, *self._items(value, path, depth)]
+
+    def _ordered(self, value: "OrderedDict[Any, Any]", path: str, depth: int) -> list[Any]:
+        metadata = self._value(getattr(value, "_metadata", None), f"{path}._metadata", depth)
+        return [_ORDERED, metadata, *self._items(value, path, depth)]
+
+    def _tensor(self, value: torch.Tensor, path: str) -> list[Any]:
+        kind = type(value)
+        if kind not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
+            raise UnsupportedLeaf(
+                f"{_name(path)} is a {kind.__module__}.{kind.__qualname__}; give its plain local tensor "
+                f"(for a DTensor:"
+                " `.to_local()`)"
+            )
+        if value.layout is not torch.strided or value.is_quantized or value.device.type == "meta":
+            raise UnsupportedLeaf(
+                f"{_name(path)} is a {value.layout} tensor of {value.dtype} on {value.device}; only dense "
+                f"ones with"
+                " memory of their own are kept"
+            )
+        flags = _REQUIRES_GRAD * value.requires_grad | _PARAMETER * (kind is torch.nn.Parameter)
+        place = (value.data_ptr(), value.dtype, value.shape, value.stride(), str(value.device), flags)
+        place = (*place, value.is_conj(), value.is_neg())
+        start = self._seen.get(place) if value.numel() else None
+        if start is None:
+            start = self._seen[place] = self._place(value, value.nbytes)
+        return [_TENSOR, start, str(value.dtype)[6:], list(value.shape), str(value.device), flags]
+
+    def _array(self, value: Any, path: str) -> list[Any]:
+        array = np.asarray(value)
+        if array.dtype.hasobject or array.dtype.fields or np.dtype(array.dtype.str) != array.dtype:
+            raise UnsupportedLeaf(
+                f"{_name(path)} is a numpy array of {array.dtype}; only plain numbers, strings and times "
+                f"are kept"
+            )
+        source = np.ascontiguousarray(array).reshape(-1)
+        start = self._place(source.view(np.uint8), source.nbytes) if source.nbytes else 0
+        tag = _ARRAY if type(value) is np.ndarray else _NUMPY_SCALAR
+        return [tag, start, array.dtype.str, list(array.shape)]
+
+
+_CONTAINERS: dict[type, Callable[[_Flattener, Any, str, int], list[Any]]] = {
+    list: _Flattener._list,
+    tuple: _Flattener._tuple,
+    dict: _Flattener._dict,
+    OrderedDict: _Flattener._ordered,
+}
+_SCALARS: dict[type, Callable[[Any], list[Any]]] = {
+    complex: lambda value: [_COMPLEX, value.real, value.imag],
+    torch.Size: lambda value: [_SIZE, *value],
+    torch.dtype: lambda value: [_DTYPE, str(value)[6:]],
+    torch.device: lambda value: [_DEVICE, str(value)],
+}
+
+
+def _name(path: str) -> str:
+    return repr(path) if path else "the tree"
+
+
+class _Rebuilder:
+    def __init__(self, memory: torch.Tensor, device: str | torch.device | None) -> None:
+        self._memory = memory
+        self._device = None if device is None else torch.device(device)
+        self._tensors: dict[tuple[Any, ...], torch.Tensor] = {}
+
+    def value(self, node: Any) -> Any:
+        if not isinstance(node, list):
+            return node
+        tag, *rest = node
+        if tag == _LIST:
+            return [self.value(item) for item in rest]
+        if tag == _TUPLE:
+            return tuple(self.value(item) for item in rest)
+        if tag == _DICT:
+            return self._items({}, rest)
+        if tag == _ORDERED:
+            restored: Any = self._items(OrderedDict(), rest[1:])
+            metadata = self.value(rest[0])
+            if metadata is not None:
+                restored._metadata = metadata
+            return restored
+        if tag == _TENSOR:
+            return self._tensor(*rest)
+        return self._other(tag, rest)
+
+    def _other(self, tag: int, rest: list[Any]) -> Any:
+        if tag == _INTEGER:
+            return int.from_bytes(rest[0], "little", signed=True)
+        if tag == _COMPLEX:
+            return complex(*rest)
+        if tag == _SIZE:
+            return torch.Size(rest)
+        if tag == _DTYPE:
+            return _dtype(rest[0])
+        if tag == _DEVICE:
+            return torch.device(rest[0])
+        if tag in (_ARRAY, _NUMPY_SCALAR):
+            start, name, shape = rest
+            dtype = np.dtype(name)
+            if dtype.hasobject:
+                raise TypeError(f"{name!r} would be an array of pointers")
+            raw = self._bytes(start, _count(shape) * dtype.itemsize).numpy().copy()
+            array = np.ndarray(tuple(shape), dtype, raw) if raw.nbytes else np.empty(tuple(shape), dtype)
+            return array if tag == _ARRAY else array[()]
+        if tag == _GENERATOR:
+            start, nbytes, device = rest
+            generator = torch.Generator(torch.device(device) if self._device is None else self._device)
+            generator.set_state(self._bytes(start, nbytes).clone())
+            return generator
+        raise ValueError(f"unknown tag {tag!r}")
+
+    def _items(self, into: Any, flat: list[Any]) -> Any:
+        for key, item in zip(flat[::2], flat[1::2], strict=True):
+            into[self.value(key)] = self.value(item)
+        return into
+
+    def _bytes(self, start: int, nbytes: int) -> torch.Tensor:
+        if not 0 <= start <= start + nbytes <= self._memory.numel():
+            raise ValueError(f"bytes {start} to {start + nbytes} of {self._memory.numel()}")
+        return self._memory[start : start + nbytes]
+
+    def _tensor(self, start: int, name: str, shape: list[int], device: str, flags: int) -> torch.Tensor:
+        place = (start, name, tuple(shape), device, flags)
+        known = self._tensors.get(place) if _count(shape) else None
+        if known is not None:
+            return known
+        dtype = _dtype(name)
+        nbytes = _count(shape) * dtype.itemsize
+        if nbytes:
+            tensor = self._bytes(start, nbytes).view(dtype).view(shape)
+        else:
+            tensor = torch.empty(shape, dtype=dtype)
+        tensor = tensor.to(torch.device(device) if self._device is None else self._device)
+        needs_grad = bool(flags & _REQUIRES_GRAD)
+        if flags & _PARAMETER:
+            tensor = torch.nn.Parameter(tensor, requires_grad=needs_grad)
+        else:
+            tensor.requires_grad_(needs_grad)
+        self._tensors[place] = tensor
+        return tensor
+
+
+def _count(shape: list[int]) -> int:
+    if any(type(extent) is not int or extent < 0 for extent in shape):
+        raise ValueError(f"{shape} is no shape")
+    return math.prod(shape)
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name)
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"{name!r} is no dtype")
+    return dtype
