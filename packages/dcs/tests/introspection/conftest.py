@@ -64,9 +64,9 @@ def topology() -> Topology:
     to_ranks = (SourceView(10, -1, "engine-0", True), SourceView(1, 0, "rank-0", True))
     subscribers = (
         SubscriberView("engine-0", 10, "east", "host-b", "g", "l", endpoint, to_ranks[1:], 8, 8, 0, 0.25,
-                       "tcp+delta", 5 << 30, 0, False),
+                       "tcp+delta", 5 << 30, 0, False, 3 << 30),
         SubscriberView("engine-1", 11, "west", "host-c", "g", "l", None, to_ranks, 8, 7, 1, 4.5,
-                       "shm", 0, 7 << 20, True),
+                       "shm", 0, 7 << 20, True, 1 << 30),
     )  # fmt: skip
     departed = (
         DepartedView(8, "subscriber", "ancient", "left", NOW - 4000),

@@ -95,6 +95,7 @@ def test_metrics_count_what_is_there(server, scraped):
         1,
         4.5,
     )
+    assert value("subscriber_bytes", **slow) == 1 << 30
     assert value("received_bytes_total", **slow, source="peers") == 7 << 20
     assert value("received_bytes_total", **slow, source="ranks") == 0
     assert value("transfer_seconds", **slow) == 2.5  # of version 7, its last

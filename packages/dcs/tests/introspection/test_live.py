@@ -37,6 +37,7 @@ def test_a_version_is_followed_from_its_announcement_to_the_last_ack(
     eventually(lambda: [one["acked"] for one in by_name().values()] == [4, 4])
     seen = by_name()
     assert {one["lag"] for one in seen.values()} == {0}
+    assert {one["nbytes"] for one in seen.values()} == {200_000}
     assert {one["wire"] for one in seen.values()} == {"tcp"}
     assert all(one["from_ranks"] + one["from_peers"] >= 200_000 for one in seen.values())
     assert all(one["sources"] for one in seen.values())
@@ -49,7 +50,7 @@ def test_a_version_is_followed_from_its_announcement_to_the_last_ack(
         assert delivery["pause_seconds"] == 0.125
     assert main(["top", http.url, "--once"]) == 0
     shown = capsys.readouterr().out
-    assert "epoch 1   version 4   1 of 1 ranks, publisher alive   2 subscribers" in shown
+    assert "epoch 1   version 4   1 of 1 rank, publisher alive   2 subscribers" in shown
     assert "125.0 ms" in shown
     receivers[1].close()
     eventually(lambda: set(by_name()) == {"engine-0"})

@@ -13,6 +13,7 @@ from dcs.control.views import (
     SubscriberView,
     VersionView,
 )
+from dcs.layout import Layout
 
 
 class Survey:
@@ -21,6 +22,7 @@ class Survey:
     def __init__(self, now: float, unix_now: float) -> None:
         self._now = now
         self._offset = unix_now - now
+        self._sizes: dict[str, int] = {}  # of layouts, by fingerprint: many members have the same one
 
     def run(self, run: Run) -> RunView:
         gang = run.gang
@@ -55,7 +57,7 @@ class Survey:
             slot.state,
             None if member is None else member.endpoint,
             slot.fingerprint,
-            slot.layout.offsets()[1],
+            self._nbytes(slot.fingerprint, slot.layout),
             slot.announced,
             None if member is None else self._now - member.heard_at,
         )
@@ -80,7 +82,13 @@ class Survey:
             member.from_ranks,
             member.from_peers,
             member.slow,
+            self._nbytes(member.fingerprint, member.join.layout),
         )
+
+    def _nbytes(self, fingerprint: str, layout: Layout) -> int:
+        if fingerprint not in self._sizes:
+            self._sizes[fingerprint] = layout.offsets()[1]
+        return self._sizes[fingerprint]
 
     def _version(self, entry: Entry) -> VersionView:
         parts = [entry.parts.get(rank) for rank in range(min(entry.world_size, 4096))]

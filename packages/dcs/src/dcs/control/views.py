@@ -76,6 +76,7 @@ class SubscriberView(msgspec.Struct, frozen=True):
         wire: how the staged version came: `shm`, `tcp`, `collective`, `+delta`; "" before the first.
         from_ranks, from_peers: bytes received since it joined, in all versions.
         slow: somebody who pulls from it has reported that it hardly progresses, so it is a leaf now.
+        nbytes: of its tensors.
     """
 
     name: str
@@ -94,6 +95,7 @@ class SubscriberView(msgspec.Struct, frozen=True):
     from_ranks: int
     from_peers: int
     slow: bool
+    nbytes: int
 
 
 class DeliveryView(msgspec.Struct, frozen=True):

@@ -130,6 +130,7 @@ def _subscribers(runs: tuple[RunView, ...]) -> Iterator[Metric]:
     info = InfoMetricFamily("dcs_subscriber", "Where the subscriber is, and its wire.", labels=labels)
     staged = _gauge("staged_version", "Newest version it has whole; -1: none.", labels=labels)
     acked = _gauge("acked_version", "Newest version it has committed; -1: none.", labels=labels)
+    nbytes = _gauge("subscriber_bytes", "Size of its tensors.", labels=labels)
     lag = _gauge("lag_versions", "Complete versions newer than the one it has committed.", labels=labels)
     heard = _gauge("heard_seconds", "Time since its last message.", labels=labels)
     slow = _gauge("slow", "Whether somebody who pulls from it reported it as slow.", labels=labels)
@@ -142,12 +143,13 @@ def _subscribers(runs: tuple[RunView, ...]) -> Iterator[Metric]:
         info.add_metric(of, where)
         staged.add_metric(of, one.staged)
         acked.add_metric(of, one.acked)
+        nbytes.add_metric(of, one.nbytes)
         lag.add_metric(of, one.lag)
         heard.add_metric(of, one.heard_seconds)
         slow.add_metric(of, float(one.slow))
         received.add_metric((*of, "ranks"), one.from_ranks)
         received.add_metric((*of, "peers"), one.from_peers)
-    yield from (info, staged, acked, lag, heard, slow, received)
+    yield from (info, staged, acked, nbytes, lag, heard, slow, received)
 
 
 def _deliveries(runs: tuple[RunView, ...]) -> Iterator[Metric]:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
-from dcs.control.views import DeliveryView, RunView, SubscriberView, Topology, VersionView
+from dcs.control.views import DeliveryView, RunView, SubscriberView, Topology
 from dcs.introspection.frames import Frame
 
 COLUMNS = (
@@ -35,32 +35,32 @@ class Cell(NamedTuple):
 def header(frame: Frame) -> list[Cell]:
     """Of the coordinator, to be written one after the other."""
     topology, counters = frame.reading.topology, frame.reading.topology.counters
-    evictions = Cell(f"{counters.evictions:,} evictions", "warning" if counters.evictions else "")
+    evictions = Cell(_count(counters.evictions, "eviction"), "warning" if counters.evictions else "")
     return [
         Cell("dcs", "bold"),
         Cell(f"at {printable(frame.url)}   up {duration(topology.uptime_seconds)}"),
-        Cell(f"  {len(topology.runs):,} runs   {counters.completions:,} versions  "),
+        Cell(f"  {_count(len(topology.runs), 'run')}   {_count(counters.completions, 'version')}  "),
         evictions,
-        Cell(f"  {counters.refusals:,} refusals"),
+        Cell(f"  {_count(counters.refusals, 'refusal')}"),
     ]
 
 
 def of_run(run: RunView, topology: Topology) -> list[Cell]:
     """Of a run, to be written one after the other."""
     alive = sum(rank.state == "alive" for rank in run.ranks)
-    ranks = f"{alive} of {run.world_size} ranks" if run.ranks else "no ranks"
+    ranks = f"{alive} of {_count(run.world_size, 'rank')}" if run.ranks else "no ranks"
     cells = [
         Cell(printable(run.name), "bold"),
         Cell(f"  epoch {run.epoch}   version {_number(run.version)}  "),
         Cell(f"{ranks}, publisher {run.publisher}", _OF_PUBLISHER[run.publisher]),
-        Cell(f"  {len(run.subscribers):,} subscribers"),
+        Cell(f"  {_count(len(run.subscribers), 'subscriber')}"),
     ]
     newest = max((one for one in run.versions), key=lambda one: (one.epoch, one.version), default=None)
     complete = next((one for one in reversed(run.versions) if one.complete_at is not None), None)
     if complete is not None and complete.complete_at is not None:
         cells.append(
             Cell(
-                f"  {size(complete.nbytes)} frozen in {duration(complete.freeze_seconds)},"
+                f"  {size(complete.nbytes)} frozen in {_seconds(complete.freeze_seconds)},"
                 f" {duration(max(0.0, topology.at - complete.complete_at))} ago"
             )
         )
@@ -74,9 +74,14 @@ def of_run(run: RunView, topology: Topology) -> list[Cell]:
 
 def of_subscribers(run: RunView, topology: Topology) -> Iterator[dict[str, Cell]]:
     """A row for each, by column; whoever lags most comes first."""
-    last = dict(_last_deliveries(run))
+    last = {
+        delivery.member: delivery  # the newest transfer of each, as the oldest version comes first
+        for version in run.versions
+        for delivery in version.deliveries
+        if delivery.transfer_seconds is not None
+    }
     for one in sorted(run.subscribers, key=lambda one: (-one.lag, one.name)):
-        version, delivery = last.get(one.member, (None, None))
+        delivery = last.get(one.member)
         yield {
             "subscriber": Cell(printable(one.name)),
             "staged": Cell(_number(one.staged)),
@@ -86,7 +91,7 @@ def of_subscribers(run: RunView, topology: Topology) -> Iterator[dict[str, Cell]
             "source": Cell(_source(one)),
             "transfer": Cell(_seconds(delivery and delivery.transfer_seconds)),
             "pause": Cell(_seconds(delivery and delivery.pause_seconds)),
-            "MB/s": Cell(_rate(version, delivery)),
+            "MB/s": Cell(_rate(one, delivery)),
             "received": Cell(size(one.from_ranks + one.from_peers)),
             "heard": Cell(
                 duration(one.heard_seconds),
@@ -106,14 +111,6 @@ def of_departed(frame: Frame, run: int) -> Iterator[Cell]:
         yield Cell(f"and {len(gone) - _MOST_DEPARTED} more", "warning")
 
 
-def _last_deliveries(run: RunView) -> Iterator[tuple[int, tuple[VersionView, DeliveryView]]]:
-    """By member, oldest first: so the newest transfer of each is what a dict keeps."""
-    for version in run.versions:
-        for delivery in version.deliveries:
-            if delivery.transfer_seconds is not None:
-                yield delivery.member, (version, delivery)
-
-
 def _source(one: SubscriberView) -> str:
     if not one.sources:
         return "-"
@@ -122,10 +119,15 @@ def _source(one: SubscriberView) -> str:
     return name if len(one.sources) == 1 else f"{name} +{len(one.sources) - 1}"
 
 
-def _rate(version: VersionView | None, delivery: DeliveryView | None) -> str:
-    if version is None or delivery is None or not delivery.transfer_seconds:
+def _rate(one: SubscriberView, delivery: DeliveryView | None) -> str:
+    """How fast its tensors came, whatever part of them was sent: mapped memory and differences are faster."""
+    if delivery is None or not delivery.transfer_seconds:
         return "-"
-    return f"{version.nbytes / delivery.transfer_seconds / 1e6:,.0f}"
+    return f"{one.nbytes / delivery.transfer_seconds / 1e6:,.0f}"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}" if number == 1 else f"{number:,} {what}s"
 
 
 def _number(version: int) -> str:
