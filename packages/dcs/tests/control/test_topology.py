@@ -5,7 +5,7 @@ from random import Random
 
 import pytest
 from dcs.control.messages import Endpoint
-from dcs.control.topology import MAX_HOLDERS, MAX_PEERS, Rank, Receiver, assign
+from dcs.control.topology import MAX_HOLDERS, MAX_PEERS, Fabric, Rank, Receiver, assign
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -132,12 +132,13 @@ def mesh_of(seed: int, size: int) -> tuple[list[Rank], list[Receiver]]:
     random = Random(seed)
     choose = random.choice
     ranks = [
-        rank(index, choose("LM"), choose("ta"), choose(["", "/r"])) for index in range(random.randint(1, 3))
+        rank(index, choose("LM"), choose("tab"), choose(["", "/r"])) for index in range(random.randint(1, 3))
     ]
     members = []
     for index in range(size):
-        host = choose(["192.0.2.2", "192.0.2.2", "192.0.2.2", "127.0.0.1"])
-        endpoint = Endpoint(host, 1, choose(["", "a", "b", "c", f"m{index}"]), choose(["", "/s"]))
+        machine = choose(["", "a", "b", "c", f"m{index}"])
+        host = "127.0.0.1" if machine == "b" or random.random() < 0.1 * (not machine) else "192.0.2.2"
+        endpoint = Endpoint(host, 1, machine, choose(["", "/s"]))
         members.append(
             Receiver(
                 100 + index,
@@ -202,6 +203,21 @@ def test_whatever_the_mesh(mesh):
         pulling = [m for m in group if found[m.member][0].rank >= 0 and not maps_a_rank(m)]
         if relays:  # exactly one pulls from the ranks over the network, none if one maps a rank
             assert len(pulling) == (not any(maps_a_rank(member) for member in relays))
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(meshes, st.integers(0, 40))
+def test_one_by_one_gives_the_same_as_all_at_once(mesh, begin):
+    ranks, members = mesh
+    without = [dataclasses.replace(member, holds=False) for member in members]
+    fabric = Fabric(ranks, without[:begin])
+    for index, member in enumerate(without[begin:], begin):
+        if not fabric.add(member):
+            fabric = Fabric(ranks, without[: index + 1])
+    for member in reversed(members):
+        if member.holds:
+            fabric.hold(member.member)
+    assert {member.member: fabric.sources(member.member) for member in members} == assign(ranks, members)
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)

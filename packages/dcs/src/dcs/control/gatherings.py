@@ -71,7 +71,7 @@ class Gatherings:
         """A member has a version whole."""
         if member in self._places and receipt.version == self._version:
             self._wires.setdefault(member, receipt.wire)
-            if "collective" in receipt.wire:
+            if "collective" in receipt.wire and not self._sits_out(member):
                 self._records.pop(member, None)
 
     def report(self, members: Iterable[int]) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from dcs.control.messages import Acked, Endpoint, Join, Receipt
+from dcs.control.messages import Standing as Shown
 from dcs.control.topology import Receiver
 
 if TYPE_CHECKING:
@@ -55,6 +56,14 @@ class Member:
     from_peers: int = 0
     slow: bool = False
     told: tuple[int, ...] = ()
+    _shown: Shown | None = None
+
+    @property
+    def shown(self) -> Shown:
+        """As the publisher's ranks see a subscriber."""
+        if self._shown is None or self._shown.acked is not self.acked:
+            self._shown = Shown(self.name, self.acked)
+        return self._shown
 
     @property
     def name(self) -> str:

@@ -21,7 +21,6 @@ from dcs.control.messages import (
     Roster,
     RunState,
     Source,
-    Standing,
 )
 from dcs.control.topology import Fabric
 from dcs.layout import Layout
@@ -70,7 +69,6 @@ class Run:
         self._same_version: set[int] = set()  # epochs that have announced the newest version, bit for bit
         self._commits: dict[str, int] = {}  # by group, what all of it have staged
         self._fabric: Fabric | None = None
-        self._held = False
         self._roster: Roster | None = None
         self._complete: Complete | None = None
 
@@ -111,7 +109,9 @@ class Run:
 
     def add_subscriber(self, member: Member, now: float) -> None:
         self.subscribers[member.name] = member
-        self._fabric = self._roster = None
+        if self._fabric is not None and not self._fabric.add(member.as_receiver(self._holds(member))):
+            self._fabric = None
+        self._roster = None
         self.roster_is_stale = True
         if self._transfer_seconds is not None and self.announcement is not None:
             member.due = now + self._transfer_seconds
@@ -153,8 +153,9 @@ class Run:
             delivery = entry.delivery(member.id, member.name)
             if delivery.staged_at is None:
                 delivery.staged_at = now
+        if self._holds(member) and self._fabric is not None:
+            self._fabric.hold(member.id)
         if receipt.version == self.version:
-            self._fabric = None
             self.gatherings.received(member.id, receipt)
         if self._transfer_seconds is not None:
             since = self.history.first_complete_above(receipt.version)
@@ -210,8 +211,7 @@ class Run:
         """The newest complete version, while a rank of its epoch is alive or a subscriber has it whole."""
         if self._announcement is None or self._ranks_offer():
             return self._announcement
-        self.fabric()
-        return self._announcement if self._held else None
+        return self._announcement if self.fabric().is_held else None
 
     @property
     def publisher(self) -> Literal["absent", "alive", "lost"]:
@@ -267,7 +267,6 @@ class Run:
         """Who pulls from whom, of the newest version."""
         if self._fabric is None:
             receivers = [member.as_receiver(self._holds(member)) for member in self.subscribers.values()]
-            self._held = any(receiver.holds for receiver in receivers)
             ranks = self.gang.as_ranks() if self.gang is not None and self._ranks_offer() else []
             self._fabric = Fabric(ranks, receivers, self._relay)
         return self._fabric
@@ -288,7 +287,7 @@ class Run:
     def roster(self) -> Roster:
         """For all ranks; the same object until it changes."""
         if self._roster is None:
-            live = {member.id: Standing(member.name, member.acked) for member in self.subscribers.values()}
+            live = {member.id: member.shown for member in self.subscribers.values()}
             departed = {
                 member: gone.reason for member, gone in self.departed.items() if gone.role == "subscriber"
             }

@@ -17,6 +17,7 @@ such heads make chains of their own, one a machine, whose roots hang below the r
 So exactly one member of a (site, layout) pulls from the ranks, if it has any relay that the others reach.
 """
 
+from bisect import insort
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -63,8 +64,10 @@ def assign(
 
 
 class Fabric:
-    """`assign`, one receiver at a time; building it takes O(receivers), a receiver's sources O(1) to O(tree
-    depth).
+    """`assign`, one receiver at a time.
+
+    Building it takes O(receivers), the sources of one O(depth of the tree). Receivers that join (`add`) or
+    get the version (`hold`) need no new one; whoever leaves, or is slow, does.
     """
 
     def __init__(self, ranks: Sequence[Rank], receivers: Iterable[Receiver], relay: bool = True) -> None:
@@ -77,29 +80,54 @@ class Fabric:
         for source in self._ranks:
             if source.endpoint.machine and source.endpoint.path:
                 self._mapped.setdefault((source.endpoint.machine, source.layout), source)
-        self.members = {
-            receiver.member: receiver for receiver in sorted(receivers, key=lambda receiver: receiver.member)
-        }
-        groups: dict[tuple[str, str], list[Receiver]] = {}
-        for receiver in self.members.values():
-            groups.setdefault((receiver.site, receiver.layout), []).append(receiver)
-        self._groups = {key: _Group(members, self._mapped) for key, members in groups.items()}
+        self._groups: dict[tuple[str, str], _Group] = {}
         self._by_layout: dict[str, list[_Group]] = {}
-        for (_, layout), group in self._groups.items():
-            self._by_layout.setdefault(layout, []).append(group)
+        self._holding: set[int] = set()
+        self.members: dict[int, Receiver] = {}
+        for receiver in sorted(receivers, key=lambda receiver: (not self._maps(receiver), receiver.member)):
+            self.add(receiver)
+
+    @property
+    def is_held(self) -> bool:
+        """Whether any receiver has the version whole."""
+        return bool(self._holding)
+
+    def add(self, receiver: Receiver) -> bool:
+        """Let in a receiver that joined after all others; False when everything has to be built anew."""
+        key = (receiver.site, receiver.layout)
+        group = self._groups.get(key)
+        if group is None:
+            group = self._groups[key] = _Group()
+            self._by_layout.setdefault(receiver.layout, []).append(group)
+        maps = self._maps(receiver)
+        if maps and not group.is_mapping:
+            return False  # it goes before those that map no rank
+        group.is_mapping = maps
+        self.members[receiver.member] = receiver
+        group.add(receiver)
+        if receiver.holds:
+            self.hold(receiver.member)
+        return True
+
+    def hold(self, member: int) -> None:
+        """A receiver has the version whole now."""
+        receiver = self.members[member]
+        if member not in self._holding:
+            self._holding.add(member)
+            self._groups[receiver.site, receiver.layout].hold(receiver)
 
     def sources(self, member: int) -> tuple[Source, ...]:
         """Of one receiver, best first."""
         me = self.members[member]
         group = self._groups[me.site, me.layout]
-        machine = "" if me.endpoint is None else me.endpoint.machine
-        own = self._mapped.get((machine, me.layout)) if machine else None
+        own = self._mapped.get(_place(me))
         ranks = self._ranks
         if own is not None:
             ranks = [own, *(source for source in ranks if source is not own)]
+        head = group.mappable(me)
+        first = [] if own is not None or head is None else [head]
         if not self._relay:
-            head = None if own is not None else group.mappable(me)
-            return (*(() if head is None else (_source(head),)), *ranks)
+            return (*map(self._source, first), *ranks)
         elsewhere = (
             holder
             for other in self._by_layout[me.layout]
@@ -107,46 +135,51 @@ class Fabric:
             for holder in other.holders(me)
         )
         ancestors = list(group.ancestors(me))
-        if not ancestors:  # the root: nobody but the ranks, unless somebody has it all already
-            found = _distinct(chain(group.holders(me), elsewhere), me)
-            return (*ranks, *map(_source, found))
-        head = group.mappable(me)
-        first = [] if own is not None or head is None else [head]
         found = _distinct(chain(first, group.holders(me), ancestors, elsewhere), me)
-        peers = map(_source, found)
-        if own is None:
-            return (*peers, *ranks)
-        return (own, *peers, *ranks[1:])
+        peers = map(self._source, found)
+        if not ancestors:  # the root: the ranks, and then who has it all already
+            return (*ranks, *peers)
+        return (*peers, *ranks) if own is None else (own, *peers, *ranks[1:])
+
+    def _maps(self, receiver: Receiver) -> bool:
+        return _place(receiver) in self._mapped
+
+    def _source(self, receiver: Receiver) -> Source:
+        assert receiver.endpoint is not None
+        holds = receiver.member in self._holding
+        return Source(receiver.member, -1, receiver.name, receiver.layout, receiver.endpoint, holds)
 
 
 class _Group:
     """The receivers of one site and layout: heads, chains, and who has the version."""
 
-    def __init__(self, members: list[Receiver], mapped: dict[tuple[str, str], Source]) -> None:
+    def __init__(self) -> None:
+        self.is_mapping = True  # whether all so far map a rank
         self._heads: dict[str, Receiver] = {}  # of the machines whose members map each other
+        self._chains: dict[str | None, list[Receiver]] = {"": []}  # by domain; "": the main one
         self._position: dict[int, tuple[list[Receiver], int]] = {}
         self._leaves: dict[int, int] = {}
-        self._holders: dict[str | None, list[Receiver]] = {"": []}  # "": those that every machine reaches
-        relays: list[Receiver] = []
-        for member in members:
-            endpoint = member.endpoint
-            if endpoint is None or member.slow or _domain(endpoint) is None:
-                self._leaves[member.member] = len(self._leaves)
-                continue
-            if member.holds:
-                self._holders.setdefault(_domain(endpoint), []).append(member)
-            if endpoint.machine and endpoint.path:
-                if endpoint.machine in self._heads:
-                    continue
-                self._heads[endpoint.machine] = member
-            relays.append(member)
-        relays.sort(key=lambda member: (_place(member) not in mapped, member.member))
-        self._chains: dict[str | None, list[Receiver]] = {"": []}  # by domain; "": the main one
-        for member in relays:
+        self._holders: dict[str | None, list[Receiver]] = {"": []}  # by domain
+
+    def add(self, member: Receiver) -> None:
+        if not _relays(member):
+            self._leaves[member.member] = len(self._leaves)
+            return
+        endpoint = member.endpoint
+        assert endpoint is not None
+        if endpoint.machine and endpoint.path:
+            if endpoint.machine in self._heads:
+                return
+            self._heads[endpoint.machine] = member
+        own = self._chains.setdefault(_domain(endpoint), [])
+        self._position[member.member] = (own, len(own))
+        own.append(member)
+
+    def hold(self, member: Receiver) -> None:
+        if _relays(member):
             assert member.endpoint is not None
-            own = self._chains.setdefault(_domain(member.endpoint), [])
-            self._position[member.member] = (own, len(own))
-            own.append(member)
+            holders = self._holders.setdefault(_domain(member.endpoint), [])
+            insort(holders, member, key=lambda holder: holder.member)
 
     def mappable(self, me: Receiver) -> Receiver | None:
         """The head of my machine, when that is not me and I can map it."""
@@ -194,9 +227,14 @@ def _domain(endpoint: Endpoint) -> str | None:
     return (endpoint.machine or None) if is_loopback(endpoint.host) else ""
 
 
+def _relays(member: Receiver) -> bool:
+    """Whether others may pull from it."""
+    return member.endpoint is not None and not member.slow and _domain(member.endpoint) is not None
+
+
 def _place(member: Receiver) -> tuple[str, str]:
-    assert member.endpoint is not None
-    return member.endpoint.machine, member.layout
+    """Its machine ("" when it is not known) and layout."""
+    return "" if member.endpoint is None else member.endpoint.machine, member.layout
 
 
 def _parent(index: int, size: int) -> int:
@@ -225,8 +263,3 @@ def _distinct(candidates: Iterable[Receiver], me: Receiver) -> list[Receiver]:
         if candidate.member != me.member:
             found.setdefault(candidate.member, candidate)
     return list(found.values())
-
-
-def _source(receiver: Receiver) -> Source:
-    assert receiver.endpoint is not None
-    return Source(receiver.member, -1, receiver.name, receiver.layout, receiver.endpoint, receiver.holds)
