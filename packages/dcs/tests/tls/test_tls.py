@@ -5,10 +5,11 @@ import os
 import random
 import socket
 import ssl
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import dcs
@@ -289,6 +290,28 @@ def test_a_silent_peer_costs_the_handshake_its_deadline(serves, ends, stack, tra
     with stream, pytest.raises(dcs.Timeout, match=f"{PEER} did not finish a TLS handshake within 0.2 s"):
         handshake(stream, PEER, 0.2)
     assert time.monotonic() - began < 3
+
+
+def test_a_handshake_byte_by_byte_does_not_extend_its_deadline(ends, trainer, engine, beside):
+    near, far = ends
+    outgoing = ssl.MemoryBIO()
+    opening = client_context(engine).wrap_bio(ssl.MemoryBIO(), outgoing, server_hostname="127.0.0.1")
+    with pytest.raises(ssl.SSLWantReadError):
+        opening.do_handshake()
+
+    def dribble() -> None:
+        pause = threading.Event()
+        with suppress(OSError):
+            for byte in outgoing.read():
+                near.sendall(bytes([byte]))
+                pause.wait(0.02)
+
+    dribbling = beside.submit(dribble)
+    began = time.monotonic()
+    with wrap(far, server_context(trainer)) as stream, pytest.raises(dcs.Timeout, match=OTHER):
+        handshake(stream, OTHER, 0.3)
+    assert time.monotonic() - began < 2
+    dribbling.result(20)
 
 
 def test_a_peer_that_hangs_up_in_the_handshake_is_named(ends, stack, engine):
