@@ -428,4 +428,6 @@ class Rendezvous:
 
 
 def _words(error: Exception) -> str:
-    return str(error).partition("\n")[0] or type(error).__name__
+    """What torch says, on one line and without the C++ frames that follow."""
+    said = str(error).partition("Exception raised from")[0]
+    return "; ".join(filter(None, map(str.strip, said.splitlines())))[:1000] or type(error).__name__
