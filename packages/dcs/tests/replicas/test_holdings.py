@@ -58,7 +58,7 @@ def test_a_part_that_is_here_is_taken_up_again_and_another_step_takes_its_place(
     first.guard.release()
     again = where.begin(shard(1))
     assert again is first
-    again.guard.release()
+    first.guard.release()
     other = where.begin(shard(2))
     assert other is not None
     assert other is not first
@@ -76,7 +76,7 @@ def test_whoever_still_receives_a_shard_is_waited_for():
         again = where.begin(shard(1))
         assert again is first
         taken.set()
-        again.guard.release()
+        first.guard.release()
 
     thread = threading.Thread(target=take_over)
     thread.start()

@@ -29,9 +29,9 @@ def through_memory(tree: Any) -> Any:
     flat = flatten(tree)
     arena = Arena(flat.nbytes)
     arena.fill(flat)
-    memory = torch.frombuffer(bytearray(arena.memory[: flat.nbytes]) or bytearray(1), dtype=torch.uint8)
+    memory = np.frombuffer(bytearray(arena.memory[: flat.nbytes]), np.uint8)
     arena.close()
-    return rebuild(flat.structure, memory[: flat.nbytes])
+    return rebuild(flat.structure, memory)
 
 
 def bits(value: float) -> bytes:
@@ -119,6 +119,8 @@ def test_random_states_go_on_as_they_would_have():
     restored = through_memory(tree)
     assert torch.equal(torch.rand(5, generator=restored["generator"]), torch.rand(5, generator=generator))
     assert torch.equal(restored["torch"], tree["torch"])
+    torch.set_rng_state(restored["torch"])  # which reads from where the storage begins
+    assert torch.equal(torch.get_rng_state(), tree["torch"])
     expected = random.random()
     random.setstate(restored["python"])
     assert random.random() == expected
@@ -131,9 +133,10 @@ def test_random_states_go_on_as_they_would_have():
 
 def test_state_dicts_of_modules_keep_their_metadata():
     module = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
-    restored = through_memory(module.state_dict())
-    assert type(restored) is OrderedDict
-    assert restored._metadata == module.state_dict()._metadata
+    kept: Any = module.state_dict()
+    restored: Any = through_memory(kept)
+    assert restored.__class__ is OrderedDict
+    assert restored._metadata == kept._metadata
     module.load_state_dict(restored)
 
 
@@ -166,7 +169,7 @@ def kinds(value: Any) -> Any:
 @given(plain)
 def test_plain_data_comes_back_as_it_was(tree):
     flat = flatten(tree)
-    restored = rebuild(flat.structure, torch.empty(0, dtype=torch.uint8))
+    restored = rebuild(flat.structure, np.empty(0, np.uint8))
     assert restored == tree
     assert kinds(restored) == kinds(tree)
 
@@ -238,10 +241,10 @@ def test_a_cycle_is_refused():
 )
 def test_a_description_that_is_none_is_refused(structure):
     with pytest.raises(ProtocolError):
-        rebuild(structure, torch.zeros(64, dtype=torch.uint8))
+        rebuild(structure, np.zeros(64, np.uint8))
 
 
 def test_tensors_can_be_put_elsewhere():
     flat = flatten({"t": torch.ones(3)})
-    restored = rebuild(flat.structure, torch.zeros(flat.nbytes, dtype=torch.uint8), device="meta")
+    restored = rebuild(flat.structure, np.zeros(flat.nbytes, np.uint8), device="meta")
     assert restored["t"].device.type == "meta"

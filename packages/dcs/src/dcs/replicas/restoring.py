@@ -1,5 +1,6 @@
 """Find the newest complete step, and bring one rank's shard of it back."""
 
+import mmap
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -92,7 +93,7 @@ def fetch_tree(
     holders.sort(key=lambda link: not link.local)
     shard, memory = _fetch_shard(holders, Fetch(name, step.place.session, rank, step.place.step), deadline)
     try:
-        return rebuild(shard.structure, torch.from_numpy(memory), device)
+        return rebuild(shard.structure, memory, device)
     except (RuntimeError, AssertionError) as error:  # both come from torch for a device that is not here
         raise DcsError(
             f"{shard} cannot be put where it came from: {error}; give restore(device=...)"
@@ -117,7 +118,7 @@ def _fetch_shard(holders: list[Link], which: Fetch, deadline: float) -> tuple[Sh
                 continue
             if shard is None:
                 shard = found
-                memory = np.empty(shard.nbytes, np.uint8)
+                memory = _allocate(shard.nbytes)
                 missing = set(range(shard.chunks))
             if missing:
                 link.fetch(shard, missing, memoryview(memory))
@@ -130,6 +131,13 @@ def _fetch_shard(holders: list[Link], which: Fetch, deadline: float) -> tuple[Sh
         reasons.append(f"{link.address} has {len(missing)} of its {shard.chunks} chunks damaged")
     text = f"{what} cannot be restored: {'; '.join(reasons)}"
     raise CorruptChunk(text) if corrupt else KeeperLost(text)
+
+
+def _allocate(nbytes: int) -> np.ndarray:
+    """Fresh memory, uint8 [nbytes], in huge pages, as the kernel has to clear each page of it."""
+    mapping = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    mapping.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(mapping, np.uint8, nbytes)
 
 
 class _Observer:

@@ -62,12 +62,12 @@ def flatten(tree: Tree) -> Flat:
     return _Flattener().run(tree)
 
 
-def rebuild(structure: bytes, memory: torch.Tensor, device: str | torch.device | None = None) -> Tree:
+def rebuild(structure: bytes, memory: np.ndarray, device: str | torch.device | None = None) -> Tree:
     """The tree of a `structure`, over its bytes.
 
     Args:
         structure: as `flatten` made it.
-        memory: uint8 [nbytes], on the CPU. Tensors that stay on the CPU are views of it.
+        memory: uint8 [nbytes], writable. Tensors that stay on the CPU lie in it.
         device: where all tensors go; None leaves each on the device it came from.
 
     Raises `ProtocolError` when the two do not fit together, and what torch raises for a device that is not
@@ -223,7 +223,7 @@ def _name(path: str) -> str:
 
 
 class _Rebuilder:
-    def __init__(self, memory: torch.Tensor, device: str | torch.device | None) -> None:
+    def __init__(self, memory: np.ndarray, device: str | torch.device | None) -> None:
         self._memory = memory
         self._device = None if device is None else torch.device(device)
         self._tensors: dict[tuple[Any, ...], torch.Tensor] = {}
@@ -264,13 +264,13 @@ class _Rebuilder:
             dtype = np.dtype(name)
             if dtype.hasobject:
                 raise TypeError(f"{name!r} would be an array of pointers")
-            raw = self._bytes(start, _count(shape) * dtype.itemsize).numpy().copy()
+            raw = self._bytes(start, _count(shape) * dtype.itemsize).copy()
             array = np.ndarray(tuple(shape), dtype, raw) if raw.nbytes else np.empty(tuple(shape), dtype)
             return array if tag == _ARRAY else array[()]
         if tag == _GENERATOR:
             start, nbytes, device = rest
             generator = torch.Generator(torch.device(device) if self._device is None else self._device)
-            generator.set_state(self._bytes(start, nbytes).clone())
+            generator.set_state(torch.from_numpy(self._bytes(start, nbytes)))
             return generator
         raise ValueError(f"unknown tag {tag!r}")
 
@@ -279,9 +279,9 @@ class _Rebuilder:
             into[self.value(key)] = self.value(item)
         return into
 
-    def _bytes(self, start: int, nbytes: int) -> torch.Tensor:
-        if not 0 <= start <= start + nbytes <= self._memory.numel():
-            raise ValueError(f"bytes {start} to {start + nbytes} of {self._memory.numel()}")
+    def _bytes(self, start: int, nbytes: int) -> np.ndarray:
+        if not 0 <= start <= start + nbytes <= self._memory.nbytes:
+            raise ValueError(f"bytes {start} to {start + nbytes} of {self._memory.nbytes}")
         return self._memory[start : start + nbytes]
 
     def _tensor(self, start: int, name: str, shape: list[int], device: str, flags: int) -> torch.Tensor:
@@ -292,7 +292,8 @@ class _Rebuilder:
         dtype = _dtype(name)
         nbytes = _count(shape) * dtype.itemsize
         if nbytes:
-            tensor = self._bytes(start, nbytes).view(dtype).view(shape)
+            # A storage of its own, that begins with the tensor: `set_rng_state` takes no notice of an offset.
+            tensor = torch.from_numpy(self._bytes(start, nbytes)).view(dtype).view(shape)
         else:
             tensor = torch.empty(shape, dtype=dtype)
         tensor = tensor.to(torch.device(device) if self._device is None else self._device)
