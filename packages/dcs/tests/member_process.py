@@ -5,6 +5,7 @@ descriptor it forks a child, which talks over that descriptor, and answers the c
 torch once is enough.
 
     ["subscriber", ADDRESS, NAME, FLOATS]   says "ready", then "VERSION HASH" for each version it took
+    ["plain", ADDRESS, NAME, FLOATS, OPTIONS] the same with a model of one tensor, and options in JSON
     ["publisher", ADDRESS, FLOATS]          says "ready EPOCH"; publishes each version whose number it hears,
                                             and says "published VERSION EPOCH"
 """
@@ -36,9 +37,9 @@ def digest(tensors: dict[str, torch.Tensor]) -> str:
     return state.hexdigest()
 
 
-def subscribe(connection: socket.socket, address: str, name: str, floats: int) -> None:
-    layout = dcs.layout.of(model(floats, 0))
-    with dcs.Subscriber(address, run="r", name=name, layout=layout) as subscriber:
+def subscribe(connection: socket.socket, address: str, name: str, tensors: dict, **options) -> None:
+    layout = dcs.layout.of(tensors)
+    with dcs.Subscriber(address, run="r", name=name, layout=layout, **options) as subscriber:
         connection.sendall(b"ready\n")
         version = -1
         while (staged := subscriber.next(after=version, timeout=120)) is not None:
@@ -72,7 +73,10 @@ def serve(requests: socket.socket) -> None:
         with socket.socket(fileno=descriptors[0]) as connection:
             role, address, *rest = json.loads(request)
             if role == "subscriber":
-                subscribe(connection, address, rest[0], int(rest[1]))
+                subscribe(connection, address, rest[0], model(int(rest[1]), 0))
+            elif role == "plain":
+                tensors = {"a": torch.zeros(int(rest[1]))}
+                subscribe(connection, address, rest[0], tensors, **json.loads(rest[2]))
             else:
                 publish(connection, address, int(rest[0]))
         return

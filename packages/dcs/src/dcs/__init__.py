@@ -30,19 +30,22 @@ from dcs.errors import (
 if TYPE_CHECKING:
     from dcs import appliers, delta, layout, replicas
     from dcs.control.coordinator import Coordinator
+    from dcs.control.curve import CoordinatorKeys, MemberKeys
     from dcs.control.process import CoordinatorProcess, serve
     from dcs.follower import Follower
-    from dcs.layout import Layout
+    from dcs.layout import Layout, Piece
     from dcs.manifest import Manifest
     from dcs.publisher import Publisher
     from dcs.staged import Health, Staged
     from dcs.subscriber import Subscriber
     from dcs.ticket import Stats, Ticket
+    from dcs.wire.tls import Tls
 
 __all__ = [
     "ApplyFailed",
     "Closed",
     "Coordinator",
+    "CoordinatorKeys",
     "CoordinatorLost",
     "CoordinatorProcess",
     "CorruptChunk",
@@ -53,6 +56,8 @@ __all__ = [
     "Layout",
     "LayoutMismatch",
     "Manifest",
+    "MemberKeys",
+    "Piece",
     "ProtocolError",
     "ProtocolMismatch",
     "Publisher",
@@ -63,6 +68,7 @@ __all__ = [
     "Subscriber",
     "Ticket",
     "Timeout",
+    "Tls",
     "Unacknowledged",
     "Unauthorized",
     "appliers",
@@ -78,13 +84,17 @@ _HOME = {
     "CoordinatorProcess": "dcs.control.process",
     "Follower": "dcs.follower",
     "Health": "dcs.staged",
+    "CoordinatorKeys": "dcs.control.curve",
     "Layout": "dcs.layout",
     "Manifest": "dcs.manifest",
+    "MemberKeys": "dcs.control.curve",
+    "Piece": "dcs.layout",
     "Publisher": "dcs.publisher",
     "Staged": "dcs.staged",
     "Stats": "dcs.ticket",
     "Subscriber": "dcs.subscriber",
     "Ticket": "dcs.ticket",
+    "Tls": "dcs.wire.tls",
     "serve": "dcs.control.process",
 }
 

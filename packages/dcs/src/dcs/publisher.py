@@ -6,7 +6,7 @@ import time
 import uuid
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Self
+from typing import Literal, Self
 
 import torch
 
@@ -14,7 +14,7 @@ from dcs import manifest as manifests
 from dcs.control.address import require_token
 from dcs.control.curve import MemberKeys
 from dcs.control.link import Link, Rejoining
-from dcs.control.messages import Complete, Fenced, FromCoordinator, Join, Joined, Roster
+from dcs.control.messages import Complete, Fenced, FromCoordinator, Join, Joined, Roster, Store
 from dcs.errors import Closed, CoordinatorLost, DcsError, StaleVersion, Timeout, from_refusal
 from dcs.layout import Layout
 from dcs.manifest import CHUNK_BYTES, require_chunk_bytes
@@ -22,10 +22,12 @@ from dcs.memory.arena import Arena, check
 from dcs.memory.shelf import Copy, Shelf, whole
 from dcs.ticket import Ticket
 from dcs.wire.chunks import unit_of
+from dcs.wire.collective import CollectiveStore
+from dcs.wire.gathering import Broadcaster
 from dcs.wire.server import ChunkServer
 from dcs.wire.tls import Tls
 
-WIRES = ("collective", "shm", "tcp")
+WIRES = ("shm", "tcp")
 
 
 class Publisher:
@@ -44,6 +46,10 @@ class Publisher:
         tls: certificates, to encrypt what is sent over TCP; all members of a run have to give some.
         curve: keys, to encrypt what is said to a coordinator that has some.
         wires: what subscribers may use: `shm` (this process's memory is mapped on this machine), `tcp`.
+        collective: backend of broadcasts to subscribers with the same layout that offer it too: `nccl` (with
+            `device`), `gloo`, or "" for none. Only for a single rank.
+        collective_seconds: that a broadcast may take; whoever is missing costs the others this much once.
+        device: this rank's, for nccl.
         host: address to serve chunks at; off loopback a token is required.
         port: port to serve chunks at; 0 takes a free one.
         advertise: what subscribers connect to, when that is not `host`.
@@ -72,6 +78,9 @@ class Publisher:
         tls: Tls | None = None,
         curve: MemberKeys | None = None,
         wires: Sequence[str] = WIRES,
+        collective: Literal["", "nccl", "gloo"] = "",
+        collective_seconds: float = 30.0,
+        device: str | None = None,
         host: str = "127.0.0.1",
         port: int = 0,
         advertise: str | None = None,
@@ -122,6 +131,11 @@ class Publisher:
             who=f"publisher {name!r}",
         )
         self.endpoint = self._server.endpoint(advertise or host)
+        self._store: CollectiveStore | None = None
+        self._broadcaster: Broadcaster | None = None
+        if collective:
+            self._store = CollectiveStore(host)
+            self._broadcaster = Broadcaster(self._shelf, collective_seconds, device)
         try:
             self._link = Link(address, self._receive, self._coordinator_changed, curve=curve)
             try:
@@ -136,13 +150,15 @@ class Publisher:
                     rank=rank,
                     world_size=world_size,
                     session=uuid.uuid4().hex if session is None else session,
+                    collective=collective,
+                    store=self._store and Store(advertise or host, self._store.port),
                 )
                 self._link.join(join, timeout)
             except BaseException:
                 self._link.close()
                 raise
         except BaseException:
-            self._server.close()
+            self._stop_serving()
             raise
 
     @property
@@ -211,10 +227,17 @@ class Publisher:
             tickets, self._tickets = self._tickets, []
             self._completed.notify_all()
         self._link.close("the publisher closed")
-        self._server.close()
-        self._shelf.close()
+        self._stop_serving()
         for ticket in tickets:
             ticket.fail(Closed(f"the publisher was closed before version {ticket.version} was acknowledged"))
+
+    def _stop_serving(self) -> None:
+        if self._broadcaster is not None:
+            self._broadcaster.close()
+        if self._store is not None:
+            self._store.close()
+        self._server.close()
+        self._shelf.close()
 
     def __enter__(self) -> Self:
         return self
@@ -292,15 +315,18 @@ class Publisher:
                 self._link.offer(message.epoch, copy.version, copy.mark, copy.arena.nbytes)
 
     def _complete(self, message: Complete) -> None:
+        held = {copy.version: copy.mark for copy in list(self._shelf.held)}
+        root = held.get(message.version, b"")
         with self._completed:
             if message.version >= self._newest[0]:
-                held = {copy.version: copy.mark for copy in list(self._shelf.held)}
-                root = held.get(message.version, b"")
                 self._newest = (message.version, root)
             begun = [ticket for ticket in self._tickets if ticket.version == message.version]
             self._completed.notify_all()
         for ticket in begun:
             ticket.begin(message.roster)
+        gathering = message.roster.gathering
+        if self._broadcaster is not None and gathering is not None and root:
+            self._broadcaster.ask(gathering, message.version, root)
         self._update(message.roster)
 
     def _fail(self, error: DcsError) -> None:

@@ -9,15 +9,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from dcs import manifest as manifests
-from dcs.control.messages import Announcement, Source
+from dcs.control.messages import Announcement, Gathering, Source
 from dcs.errors import CorruptChunk, DcsError, LayoutMismatch, ProtocolError, PublisherLost
 from dcs.layout import Layout
+from dcs.manifest import Manifest
 from dcs.memory import shelf as shelves
 from dcs.memory.arena import Arena
 from dcs.memory.shelf import Copy, Shelf, Superseded
 from dcs.plan.planner import plan
+from dcs.wire.collective import CollectiveBroken
 from dcs.wire.connection import Connection, where
 from dcs.wire.frames import Hello
+from dcs.wire.gathering import Groups, receive
 from dcs.wire.incoming import Stream, whole_stream
 from dcs.wire.machine import machine_id
 from dcs.wire.tls import Tls, client_context
@@ -75,6 +78,7 @@ class Puller:
         delta: take differences to the version before: always, never, or (None) from other machines.
         progress: called now and then with bytes done, bytes in all, and the version.
         tls: speak TLS with sources, over TCP.
+        groups: for broadcasts; None takes part in none.
         stopped: whether to give up.
     """
 
@@ -91,6 +95,7 @@ class Puller:
         delta: bool | None,
         progress: Callable[[int, int, int], None] | None,
         tls: Tls | None,
+        groups: Groups | None,
         stopped: Callable[[], bool],
     ) -> None:
         self._shelf = shelf
@@ -106,6 +111,7 @@ class Puller:
         self._delta = delta
         self._progress = progress
         self._context = None if tls is None else client_context(tls)
+        self._groups = groups
         self._stopped = stopped
         self._whole = whole_stream(self._nbytes, chunk_bytes)
         self._planned: tuple[tuple[str, ...], list[Stream | None]] | None = None
@@ -119,11 +125,13 @@ class Puller:
         self,
         job: Job,
         sources: Sequence[Source],
+        gathering: Gathering | None,
         reserve: Callable[[Job], tuple[Copy, Copy | None, Copy | None]],
     ) -> None:
         """Bring what is missing, from any of `sources`; returns when the version is whole.
 
         Args:
+            gathering: of receivers that get this version by broadcast, which this one is part of.
             reserve: gives a copy to fill, an older whole one, and what the former's arena held before.
 
         Raises `Superseded` when no training rank holds the version any more; `CorruptChunk`, `LayoutMismatch`
@@ -132,13 +140,15 @@ class Puller:
         job.failures.clear()
         self._forget({source.member for source in sources})
         if job.copy is None and "shm" in self._wires:
-            near = [source for source in sources if self._is_here(source) and source.endpoint.path]
-            same = [source for source in near if source.layout == self._fingerprint]
-            if any(self._attempt(job, [source], lambda one: self._map(job, one[0])) for source in same):
+            near = [source for source in sources if self._can_map(source)]
+            if any(self._attempt(job, [source], lambda one: self._map(job, one[0])) for source in near):
                 return
         if job.transfer is None:
             job.copy, base, former = reserve(job)
-            job.transfer = Transfer(self._shelf, job.copy, base if self._delta is not False else None, former)
+            base = base if self._delta is not False else None
+            if gathering is not None and self._gather(job, job.copy, gathering, sources):
+                return
+            job.transfer = Transfer(self._shelf, job.copy, base, former)
         tiers = self._tiers(job, sources) if "tcp" in self._wires else []
         for number, tier in enumerate(tiers):
             last = number == len(tiers) - 1
@@ -161,6 +171,8 @@ class Puller:
 
     def cut(self) -> None:
         """End every connection, from another thread."""
+        if self._groups is not None:
+            self._groups.abort()
         for connection in [*self._busy, *(each for idle in self._pool.values() for each in idle)]:
             connection.cut()
 
@@ -170,9 +182,43 @@ class Puller:
             for connection in idle:
                 connection.close()
         self._pool.clear()
+        if self._groups is not None:
+            self._groups.close()
         for arena in self._mapped.values():
             arena.close()
         self._mapped.clear()
+
+    def _gather(self, job: Job, copy: Copy, gathering: Gathering, sources: Sequence[Source]) -> bool:
+        """Take part in a broadcast; False when something of the version is still missing."""
+        ranks = [source for source in sources if source.rank >= 0]
+        if self._groups is None or not ranks:
+            return False
+
+        def manifest() -> Manifest:
+            connection = self._connect(ranks[0])
+            try:
+                found = connection.manifest(
+                    job.target.version, job.mark(ranks[0]), self._nbytes, self._watch_waiting
+                )
+                connection.done(job.target.version, job.mark(ranks[0]))
+            except BaseException:
+                self._drop(connection)
+                raise
+            self._give_back(connection)
+            return found
+
+        try:
+            whole = receive(self._groups, gathering, copy, manifest, self._shelf)
+        except (OSError, DcsError, Superseded) as error:
+            job.failures["collective"] = error
+            if isinstance(error, CollectiveBroken) and not error.quiet:
+                # The backend may still write to this memory: it is given up, and the version begins anew.
+                copy.tainted = True
+                raise ProtocolError(f"{error}; its buffer is given up") from error
+            return False
+        if whole:
+            self._complete(job, copy, "collective")
+        return whole
 
     # One source, or several at once.
 
@@ -306,31 +352,41 @@ class Puller:
                         f" was {job.target.roots[source.rank].hex()}"
                     )
                 break
-        with self._shelf.changed:
-            copy.complete = True
-            self._shelf.changed.notify_all()
+        self._complete(job, copy, "tcp+delta" if transfer.differences else "tcp")
         for lane in lanes:
             if lane.error is None:
                 try:
                     lane.connection.done(job.target.version, job.mark(lane.connection.source))
                 except OSError:
                     continue  # found out at its next use
-        job.wire = "tcp+delta" if transfer.differences else "tcp"
+
+    def _complete(self, job: Job, copy: Copy, wire: str) -> None:
+        with self._shelf.changed:
+            copy.complete = True
+            self._shelf.changed.notify_all()
+        job.wire = wire
         if self._progress is not None:
             self._progress(self._nbytes, self._nbytes, job.target.version)
 
     # Choosing.
 
     def _tiers(self, job: Job, sources: Sequence[Source]) -> list[list[Source]]:
-        """Whom to ask at once, and in which order."""
-        peers = [source for source in sources if source.rank < 0 and source.layout == self._fingerprint]
-        peers = [source for source in peers if source.member not in job.slow]
-        holders = [source for source in peers if source.holds]
-        ranks = [source for source in sources if source.rank >= 0]
-        tiers = [holders[:_HOLDERS]] if holders else []
-        tiers += [[source] for source in peers if not source.holds]
-        if ranks:
-            tiers.append([rank for rank in ranks if rank.layout == self._fingerprint] or ranks)
+        """Whom to ask at once, in the coordinator's order: those who have it, a relay, the ranks."""
+        mapped = [source for source in sources if "shm" in self._wires and self._can_map(source)]
+        order = [source for source in sources if source not in mapped] + mapped
+        usable = [
+            source
+            for source in order
+            if source.rank >= 0 or (source.layout == self._fingerprint and source.member not in job.slow)
+        ]
+        ranks = [source for source in usable if source.rank >= 0]
+        holders = [source for source in usable if source.rank < 0 and source.holds][:_HOLDERS]
+        together = [rank for rank in ranks if rank.layout == self._fingerprint] or ranks
+        tiers: list[list[Source]] = []
+        for source in usable:
+            tier = together if source.rank >= 0 else holders if source.holds else [source]
+            if tier not in tiers and (source in tier or source.rank >= 0):
+                tiers.append(tier)
         return tiers
 
     def _plan(self, job: Job, ranks: list[Source]) -> list[tuple[Source, Stream]]:
@@ -356,6 +412,9 @@ class Puller:
             for source, stream in zip(ranks, self._planned[1], strict=True)
             if stream is not None
         ]
+
+    def _can_map(self, source: Source) -> bool:
+        return source.layout == self._fingerprint and bool(source.endpoint.path) and self._is_here(source)
 
     def _is_here(self, source: Source) -> bool:
         return source.endpoint.machine == machine_id()

@@ -20,6 +20,7 @@ class Health:
         staged: the newest version that is verified here and waits for `next`, or None.
         acked: the version last acknowledged here, or None.
         wire: how the newest version here came: `shm`, `tcp`, `tcp+delta`, `collective`; "" before the first.
+        staging: where versions are staged: the device, or `host`, with the reason if a device was asked for.
         error: what stands in the way: `CoordinatorLost`, `PublisherLost` (also when it only cannot
             be reached just now), or the error that `next` raises.
     """
@@ -30,6 +31,7 @@ class Health:
     staged: int | None
     acked: int | None
     wire: str
+    staging: str
     error: DcsError | None
 
 

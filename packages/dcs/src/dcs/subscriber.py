@@ -35,19 +35,21 @@ from dcs.errors import (
 from dcs.follower import Follower
 from dcs.layout import Layout
 from dcs.manifest import CHUNK_BYTES, require_chunk_bytes
+from dcs.memory.mirrors import Mirrors
 from dcs.memory.shelf import Copy, Shelf, Superseded
 from dcs.memory.slots import Slot, Slots, SlotState
 from dcs.pull import Job, Puller
 from dcs.staged import Health, Staged
 from dcs.wire.chunks import unit_of
 from dcs.wire.frames import Hello
+from dcs.wire.gathering import Groups
 from dcs.wire.server import ChunkServer
 from dcs.wire.tls import Tls
 
 _BACKOFF_SECONDS = (0.05, 1.0)  # between two attempts: the first, doubling up to the second
 _PATIENCE_SECONDS = 2.0  # that a peer is made to wait for a version which has not begun to come here
 
-WIRES = ("collective", "shm", "tcp")
+WIRES = ("shm", "tcp")
 
 
 class Subscriber:
@@ -61,9 +63,13 @@ class Subscriber:
         token: the coordinator's; peers that pull from here have to show it too.
         tls: certificates, to encrypt what is pulled over TCP; all members of a run have to give some.
         curve: keys, to encrypt what is said to a coordinator that has some.
-        wires: what may be used: `shm` (memory of this machine is mapped), `tcp`, `collective`.
+        wires: what may be used: `shm` (memory of this machine is mapped), `tcp`.
         streams: TCP connections to a source on another machine; a long line needs several.
         delta: take differences to the version before: True, False, or None: from other machines only.
+        collective, collective_seconds: take versions by broadcast, as for `Publisher`, before any other wire.
+        device: stage versions there as well, beside what the device does, so that a commit is one copy on the
+            device; `cuda:0`, for example. Where it has no memory for that, they are staged on the host, and
+            `health()` says why.
         group, group_size: the ranks of one engine give the same `group`; `next` then gives a version only
             when all of them have it, and to all of them the same one.
         serve: whether other subscribers may pull from here. Off, it never relays and helps no late joiner.
@@ -91,6 +97,9 @@ class Subscriber:
         wires: Sequence[str] = WIRES,
         streams: int = 4,
         delta: bool | None = None,
+        collective: Literal["", "nccl", "gloo"] = "",
+        collective_seconds: float = 30.0,
+        device: str | None = None,
         group: str = "",
         group_size: int = 1,
         serve: bool = True,
@@ -151,6 +160,10 @@ class Subscriber:
                 identity=tls,
                 who=f"subscriber {name!r}",
             )
+        self._mirrors = None if device is None else Mirrors(layout, device)
+        groups = None
+        if collective:
+            groups = Groups(collective_seconds, device)
         self._puller = Puller(
             self._shelf,
             layout,
@@ -162,6 +175,7 @@ class Subscriber:
             delta=delta,
             progress=progress,
             tls=tls,
+            groups=groups,
             stopped=lambda: self._closed or self._broken is not None,
         )
         try:
@@ -179,6 +193,7 @@ class Subscriber:
                     group=group,
                     group_size=group_size,
                     site=site,
+                    collective=collective,
                 )
                 self._link.join(join, timeout)
             except BaseException:
@@ -225,7 +240,7 @@ class Subscriber:
             return Staged(
                 target.version,
                 target.epoch,
-                dict(slot.copy.arena.tensors),
+                dict(slot.copy.arena.tensors if slot.mirror is None else slot.mirror.tensors),
                 slot.copy.arena.nbytes,
                 slot.transfer_seconds,
                 slot.wire,
@@ -280,6 +295,10 @@ class Subscriber:
                 )
             if error is None and self._target is not None:
                 error = self._trouble
+            staging = "host"
+            if self._mirrors is not None:
+                absent = self._mirrors.absent
+                staging = f"host, as {absent}" if absent else self._mirrors.device
             return Health(
                 "connected" if self._silence is None else "lost",
                 self._state.publisher,
@@ -287,6 +306,7 @@ class Subscriber:
                 ready[0].target.version if ready else None,
                 None if self._acked is None else self._acked.version,
                 "" if newest is None else newest.wire,
+                staging,
                 error,
             )
 
@@ -315,6 +335,8 @@ class Subscriber:
         for slot in self._slots.having(SlotState.READY, SlotState.SPENT):
             self._puller.release(slot.copy)  # one that is given out may still be looked at
         self._puller.close()
+        if self._mirrors is not None and not self._slots.having(SlotState.HELD):
+            self._mirrors.close()
         self._shelf.close()
 
     def __enter__(self) -> Self:
@@ -462,13 +484,16 @@ class Subscriber:
             here[0].state = SlotState.READY
             self._changed.notify_all()
             return False
-        return not self._group_in_doubt()
+        return not self._slots.full or self._slots.victim(self._may_pass_over) is not None
 
-    def _group_in_doubt(self) -> bool:
-        """Whether two versions wait here and the group may yet be told to commit the older one."""
-        ready = self._slots.having(SlotState.READY)
-        in_doubt = bool(self._group) and len(ready) > 1 and ready[-1].target.version > self._state.commit
-        return in_doubt and time.monotonic() < self._reported + self._lease_seconds
+    def _may_pass_over(self, slot: Slot) -> bool:
+        """Whether a version that is ready here may go. The ranks of an engine commit the same versions: what
+        the coordinator has told the group to commit stays, and so does, for a lease, what it may be about to.
+        """
+        if not self._group or slot.target.version < self._state.commit:
+            return True
+        settled = time.monotonic() >= self._reported + self._lease_seconds
+        return slot.target.version > self._state.commit and settled
 
     def _tidy(self) -> list[Slot]:
         """Mapped versions that are spent: they are their owner's, and not kept."""
@@ -487,7 +512,7 @@ class Subscriber:
 
     def _reserve(self, job: Job) -> tuple[Copy, Copy | None, Copy | None]:
         with self._changed:
-            victim = self._slots.victim()
+            victim = self._slots.victim(self._may_pass_over)
         copy, former = self._slots.make_room(job.target, job.root, victim)
         with self._changed:
             if victim is not None and victim.copy not in self._shelf.held:
@@ -499,9 +524,9 @@ class Subscriber:
     def _pull(self, job: Job) -> bool:
         """One attempt; False when another one should follow after a pause."""
         with self._changed:
-            sources = self._state.sources
+            sources, gathering = self._state.sources, self._state.gathering
         try:
-            self._puller.attempt(job, sources, self._reserve)
+            self._puller.attempt(job, sources, gathering, self._reserve)
         except Superseded:
             self._give_up(job, None)
             return True
@@ -523,14 +548,17 @@ class Subscriber:
         return True
 
     def _stage(self, job: Job, copy: Copy) -> None:
-        seconds = time.monotonic() - job.began
         with self._changed:
             mine = [slot for slot in self._slots.all if slot.copy is copy]
             slot = mine[0] if mine else Slot(copy, job.target, SlotState.FILLING)
             if not mine:
                 self._slots.all.append(slot)
+        if self._mirrors is not None:
+            self._mirror(slot, self._mirrors)
+        seconds = time.monotonic() - job.began
+        with self._changed:
             for other in self._slots.having(SlotState.READY):
-                if not self._group or other.target.version <= self._state.commit:
+                if not self._group or other.target.version < self._state.commit:
                     other.state = SlotState.SPENT
             slot.state, slot.transfer_seconds = SlotState.READY, seconds
             slot.wire, slot.from_ranks, slot.from_peers = job.wire, job.from_ranks, job.from_peers
@@ -539,6 +567,16 @@ class Subscriber:
             self._changed.notify_all()
         receipt = Receipt(job.target.epoch, job.target.version, job.wire, job.from_ranks, job.from_peers)
         self._link.report(staged=receipt, slow=tuple(sorted(job.slow))[:64])
+
+    def _mirror(self, slot: Slot, mirrors: Mirrors) -> None:
+        """Stage a version on the device too; one that is ready there gives way if there is no other room."""
+        with self._changed:
+            ready = [other for other in self._slots.having(SlotState.READY) if other.mirror is not None]
+            held = [other for other in self._slots.having(SlotState.HELD) if other.mirror is not None]
+            if ready and held and self._may_pass_over(ready[-1]):
+                ready.pop().state = SlotState.SPENT
+            used = [*ready, *held]
+        mirrors.stage(slot, used)
 
     def _report_slow(self, job: Job) -> None:
         if job.slow:

@@ -108,9 +108,10 @@ class Ticket:
     def begin(self, roster: Roster) -> None:
         """The coordinator has announced the version; these are the subscribers to wait for."""
         with self._changed:
-            self._announced = True
-            self._announce_seconds = time.monotonic() - self._began
-            self._pending = {member: standing.name for member, standing in roster.live.items()}
+            if not self._announced:  # else the coordinator repeats itself
+                self._announced = True
+                self._announce_seconds = time.monotonic() - self._began
+                self._pending = {member: standing.name for member, standing in roster.live.items()}
         self.update(roster)
 
     def update(self, roster: Roster) -> None:

@@ -14,7 +14,8 @@ import numpy as np
 import torch
 
 from dcs.errors import DcsError, LayoutMismatch
-from dcs.layout import Layout, spec_of
+from dcs.layout import Layout, local, spec_of
+from dcs.layout.tensors import FLOATING
 from dcs.manifest import chunk_count, hash_chunk
 
 _numbers = itertools.count(1)
@@ -94,7 +95,7 @@ class Arena:
         chunks = chunk_count(self.nbytes, chunk_bytes)
         with torch.no_grad():
             for (name, view), end in zip(self.tensors.items(), self._ends, strict=True):
-                view.copy_(tensors[name])
+                view.copy_(local(tensors[name]))
                 while len(hashes) < chunks and (len(hashes) + 1) * chunk_bytes <= end:
                     start = len(hashes) * chunk_bytes
                     hashes.append(hash_chunk(self.memory[start : start + chunk_bytes]))
@@ -120,8 +121,8 @@ def check(tensors: Mapping[str, torch.Tensor], layout: Layout, cast: bool = Fals
             raise LayoutMismatch(
                 f"tensor {spec.name!r} is absent, expected {spec}", spec.name, "absent", str(spec)
             )
-        got = spec_of(spec.name, tensor)
-        castable = cast and tensor.is_floating_point() and getattr(torch, spec.dtype).is_floating_point
+        got = spec_of(spec.name, local(tensor))
+        castable = cast and {got.dtype, spec.dtype} <= set(FLOATING)
         if got.shape != spec.shape or (got.dtype != spec.dtype and not castable):
             raise LayoutMismatch(
                 f"tensor {spec.name!r} is {got}, expected {spec}: publish what the layout was made from",

@@ -1,10 +1,12 @@
 """A subscriber's versions: one that is coming, one that is ready, one that is given out, and those spent."""
 
 import enum
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from dcs.control.messages import Announcement
 from dcs.memory import shelf as shelves
+from dcs.memory.device import DeviceMirror
 from dcs.memory.shelf import Copy, Shelf
 
 
@@ -19,7 +21,7 @@ class SlotState(enum.Enum):
 
 @dataclass(eq=False)
 class Slot:
-    """One version here, and how it came."""
+    """One version here, and how it came. `mirror`: the same on the device, where there is one."""
 
     copy: Copy
     target: Announcement
@@ -28,6 +30,7 @@ class Slot:
     wire: str = ""
     from_ranks: int = 0
     from_peers: int = 0
+    mirror: DeviceMirror | None = None
 
     def is_of(self, target: Announcement) -> bool:
         """Whether it has (or is getting) exactly these weights as this version."""
@@ -52,13 +55,21 @@ class Slots:
         whole = self.having(SlotState.READY, SlotState.HELD, SlotState.SPENT)
         return whole[0] if whole else None
 
-    def victim(self) -> Slot | None:
-        """Whose memory the next version takes: the oldest that is spent; else one that is ready, as it is
+    def victim(self, may_pass_over: Callable[[Slot], bool]) -> Slot | None:
+        """Whose memory the next version takes: the oldest that is spent; else one that is ready and may be
         passed over. None when there is neither.
         """
         mine = [slot for slot in self.having(SlotState.SPENT) if not slot.copy.arena.mapped]
-        mine = mine or [slot for slot in self.having(SlotState.READY) if not slot.copy.arena.mapped]
+        ready = [slot for slot in self.having(SlotState.READY) if not slot.copy.arena.mapped]
+        mine = mine or [slot for slot in ready if may_pass_over(slot)]
         return mine[-1] if mine else None
+
+    @property
+    def full(self) -> bool:
+        """Whether the next version needs the memory of one that is here."""
+        return (
+            sum(not slot.copy.arena.mapped for slot in self.all if slot.state is not SlotState.FILLING) >= 2
+        )
 
     def make_room(self, target: Announcement, root: bytes, victim: Slot | None) -> tuple[Copy, Copy | None]:
         """An empty copy for `target`, readable by peers as it fills, and what its arena held before.

@@ -14,22 +14,21 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from datetime import timedelta
 from types import TracebackType
-from typing import Any, ClassVar, Literal, Protocol, Self
+from typing import ClassVar, Literal, Protocol, Self
 
 import torch
-import torch.distributed as torch_distributed
 
 from dcs.errors import Closed, DcsError
-
-distributed: Any = torch_distributed  # its stubs know neither the stores nor the classes of the backends
+from dcs.wire.rendezvous import CollectiveStore as CollectiveStore
+from dcs.wire.rendezvous import Rendezvous
 
 BUCKET_BYTES = 64 << 20
 _IN_FLIGHT = 2  # buckets: one is being moved while the next one is being set up
 _HANGUP_SECONDS = 1.0  # for the next bucket to come once a peer's connection is closed
 _SETTLE_SECONDS = 5.0  # for the backend to let go of a buffer after its deadline
 _JOIN_SECONDS = 1.0
+_CLOSED = "it was closed"
 
 
 class CollectiveBroken(DcsError):
@@ -78,43 +77,6 @@ class Transport(Protocol):
     def close(self) -> None:
         """Give everything back; may wait for what was not cut."""
         ...
-
-
-class CollectiveStore:
-    """The key-value store that the members of groups meet at; the publisher's first rank owns one.
-
-    Listens on `host` alone, without a token: it carries addresses, and no weights.
-
-    Attributes:
-        host, port: what to give to the other members.
-    """
-
-    def __init__(self, host: str = "127.0.0.1") -> None:
-        family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
-        listener = socket.create_server((host, 0), family=family)
-        self.host: str = host
-        self.port: int = listener.getsockname()[1]
-        self._store: Any = distributed.TCPStore(
-            host,
-            self.port,
-            None,
-            True,
-            timedelta(seconds=30),
-            wait_for_workers=False,
-            master_listen_fd=listener.detach(),  # the store's own would listen on every address
-        )
-
-    def close(self) -> None:
-        """Stop serving; groups that have been made go on without it."""
-        self._store = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 class _Bell:
@@ -303,6 +265,9 @@ class Group:
             except BaseException:
                 self._break(transport, job, "the function given as on_bucket raised")
                 raise
+            finally:
+                if self._closing:
+                    self._bell.close()
 
     def abort(self, reason: str = "it was aborted") -> None:
         """Break the group, from any thread: a `broadcast` under way raises at once. Idempotent."""
@@ -323,11 +288,12 @@ class Group:
             self._closing = True
             self._work.notify()
         if self._jobs or self._reason:
-            self.abort("it was closed")
+            self.abort(_CLOSED)
         self._bell.ring()
         self._thread.join(_JOIN_SECONDS if not self._reason else _JOIN_SECONDS / 10)
-        with self._lock:  # a broadcast under way leaves it at once
+        if self._lock.acquire(timeout=_JOIN_SECONDS):  # else a broadcast is on its way out, and closes it
             self._bell.close()
+            self._lock.release()
 
     def __enter__(self) -> Self:
         return self
@@ -364,17 +330,17 @@ class Group:
 
     def _attend(self, over: Callable[[], bool], deadline: float, watched: Sequence[socket.socket]) -> str:
         """Wait until `over`; returns why waiting is of no use before that, or an empty string."""
+        if self._closing:
+            return _CLOSED
         poll = select.poll()
         poll.register(self._bell.descriptor, select.POLLIN)
         for sock in watched:
             poll.register(sock, select.POLLRDHUP)
         began = time.monotonic()
-        limit, late = deadline, f"no progress before its deadline, after {self._deadline_seconds:g} s"
+        limit, late = deadline, "its deadline passed"
         while not over():
-            if self._reason:
-                return self._reason
-            if self._closing:
-                return "it was closed"
+            if self._reason or self._closing:
+                return self._reason or _CLOSED
             remaining = limit - time.monotonic()
             if remaining <= 0:
                 return late
@@ -399,32 +365,6 @@ class Group:
                 return False
             pause = min(2 * pause, 0.05)
         return True
-
-
-class Rendezvous:
-    """A group's corner of the store, entered by all of its members or by none.
-
-    Raises TimeoutError that names the ranks that did not come.
-    """
-
-    def __init__(self, host: str, port: int, key: str, rank: int, size: int, deadline: float) -> None:
-        self.host, self.key, self.rank, self.size, self.deadline = host, key, rank, size, deadline
-        self.tcp = distributed.TCPStore(
-            host, port, None, False, timedelta(seconds=self.seconds), wait_for_workers=False
-        )
-        self.store = distributed.PrefixStore(key, self.tcp)
-        self.store.set(f"here/{rank}", "1")
-        everybody = [f"here/{other}" for other in range(size)]
-        try:
-            self.store.wait(everybody, timedelta(seconds=self.seconds))
-        except RuntimeError as error:
-            absent = [other for other in range(size) if not self.store.check([f"here/{other}"])]
-            raise TimeoutError(f"no sign of rank {', '.join(map(str, absent))} in time") from error
-
-    @property
-    def seconds(self) -> float:
-        """Until the deadline; a millisecond when it has passed, as zero means for ever to torch."""
-        return max(self.deadline - time.monotonic(), 0.001)
 
 
 def _words(error: Exception) -> str:

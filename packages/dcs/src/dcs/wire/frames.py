@@ -61,10 +61,15 @@ class Refusal(msgspec.Struct, frozen=True, tag="refusal"):
     message: str
 
 
+def encode_hello(hello: Hello | Welcome | Refusal) -> bytes:
+    """One message of the handshake, as it travels."""
+    body = msgspec.msgpack.encode(hello)
+    return HELLO.pack(_MAGIC, PROTOCOL, len(body)) + body
+
+
 def send_hello(sock: socket.socket, hello: Hello | Welcome | Refusal) -> None:
     """Send one message of the handshake."""
-    body = msgspec.msgpack.encode(hello)
-    send(sock, HELLO.pack(_MAGIC, PROTOCOL, len(body)), body)
+    send(sock, encode_hello(hello))
 
 
 def receive_hello(sock: socket.socket, sender: str) -> Hello | Welcome | Refusal:

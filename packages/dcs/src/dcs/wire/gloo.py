@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from dcs.wire.collective import Rendezvous, distributed
+from dcs.wire.rendezvous import Rendezvous, distributed
 
 
 class GlooTransport:
@@ -100,7 +100,10 @@ def _sockaddr(end: tuple) -> bytes:
 
 
 def _unread(sock: socket.socket) -> int:
-    answer = fcntl.ioctl(sock, termios.FIONREAD, bytes(4))
+    try:
+        answer = fcntl.ioctl(sock, termios.FIONREAD, bytes(4))
+    except (OSError, ValueError):  # closed meanwhile, with the group
+        return 0
     return int.from_bytes(answer, sys.byteorder)
 
 

@@ -4,6 +4,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 import numpy as np
+import xxhash
 
 from dcs.plan import blocks
 from dcs.plan.blocks import COUNT, RUN, START, STRIDE
@@ -16,6 +17,7 @@ class Stream:
     Attributes:
         rows: what the source is asked for, int64 [n, 4]; None for all of its buffer.
         selection: the same, cut into chunks.
+        key: of what comes and where it goes; several ranks may be asked for equal selections.
         into: where each chunk goes, int64 [k, 4].
         touched: for each chunk, which chunks of the copy it falls into and with how many bytes.
     """
@@ -24,6 +26,7 @@ class Stream:
         source = blocks.source_side(block_rows)
         self.rows = None if whole else source
         self.selection = Selection(source, chunk_bytes, whole)
+        self.key = xxhash.xxh3_128_digest(block_rows.tobytes())
         self.into = blocks.cut(blocks.destination_side(block_rows), chunk_bytes)
         self.touched = [
             ((index, size),) if whole else _touched(rows, chunk_bytes)

@@ -13,7 +13,7 @@ from datetime import timedelta
 
 import torch
 
-from dcs.wire.collective import Rendezvous, distributed
+from dcs.wire.rendezvous import Rendezvous, distributed
 
 # By default torch ends the whole process when a collective fails or is late; this group reports it instead.
 _SETTINGS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}

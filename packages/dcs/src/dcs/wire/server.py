@@ -17,6 +17,7 @@ from dcs.wire.machine import machine_id
 from dcs.wire.tls import Tls
 
 MAX_CONNECTIONS = 1024
+MAX_SELECTIONS = 32  # of one connection
 _SEND_SECONDS = 30.0  # without a single byte taken by the reader
 _PEER_CREDENTIALS = struct.Struct("3i")
 
@@ -237,6 +238,8 @@ class _Connection:
             try:
                 match operation:
                     case frames.SELECT:
+                        if len(self._selections) >= MAX_SELECTIONS:
+                            raise ProtocolError(f"more than {MAX_SELECTIONS} selections over one connection")
                         rows = read_rows(self._sock, count, self._shelf.layout.offsets()[1])
                         self._selections[selection] = Selection.of(rows, self._chunk_bytes)
                     case frames.CHUNKS:

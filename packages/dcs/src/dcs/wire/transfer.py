@@ -82,7 +82,7 @@ class Transfer:
                 copy.missing[index] = 0
                 copy.hashes[index] = value
             else:
-                copy.selected.setdefault(progress.stream.selection.key, [None] * len(progress.stream))[
+                copy.selected.setdefault(progress.stream.key, [None] * len(progress.stream))[
                     index
                 ] = value
                 for touched, size in progress.stream.touched[index]:
@@ -179,7 +179,11 @@ class Lane:
         transfer, member = self._transfer, self.connection.source.member
         encoding, got, length, value, base_value = self.connection.reply(self._waiting)
         size = self._progress.stream.selection.sizes[index]
-        if got != index or (length > size if encoding == frames.DELTA else length != size):
+        if (
+            encoding > frames.DELTA
+            or got != index
+            or (length > size if encoding == frames.DELTA else length != size)
+        ):
             raise ProtocolError(
                 f"asked {self.connection.source.name!r} for chunk {index} of {size} bytes, got chunk {got}"
                 f" of {length}"
@@ -236,8 +240,7 @@ class Lane:
         if stream.selection.whole:
             start, end = transfer.copy.span(index)
             target = transfer.copy.arena.flat[start:end]
-            self._bring_up(index, base, base.arena.flat[start:end], target)
-            changed = delta.apply(payload[8:], target)
+            changed = self._apply(index, payload[8:], base, base.arena.flat[start:end], target)
             if changed is not None:
                 transfer.copy.changes[index] = changed
         else:
@@ -249,21 +252,25 @@ class Lane:
 
     def _is_base(self, base: Copy, index: int, value: int) -> bool:
         """Whether the chunk here is the one that the source made its difference to."""
-        selection = self._progress.stream.selection
-        if selection.whole:
+        stream = self._progress.stream
+        if stream.selection.whole:
             return base.hash(index) == value
-        known = base.selected.get(selection.key)
+        known = base.selected.get(stream.key)
         return known is not None and known[index] == value
 
-    def _bring_up(self, index: int, base: Copy, source: np.ndarray, target: np.ndarray) -> None:
-        """Make `target` equal to the base's chunk; by what changed only, where that is known."""
+    def _apply(
+        self, index: int, body: memoryview, base: Copy, source: np.ndarray, target: np.ndarray
+    ) -> delta.Changed | None:
+        """Make `target` the base's chunk `source` plus `body`; by what changed only, where that is known."""
         former, changed = self._transfer.former, base.changes.get(index)
-        usable = former is not None and base.derived_from == former.version
-        if usable and changed is not None and index not in self._transfer.spoilt:
-            delta.copy_changed(changed, target)
-        else:
+        behind = former is not None and base.derived_from == former.version
+        if not behind or changed is None or index in self._transfer.spoilt:
+            self._transfer.spoilt.add(index)
             np.copyto(target, source)
+            return delta.apply(body, target)
+        result = delta.apply(body, target, behind=changed)
         self._transfer.spoilt.add(index)
+        return result
 
     def _unshared(self, index: int) -> bool:
         """Whether no chunk of the copy that this one falls into has landed: peers may be reading those."""

@@ -74,7 +74,7 @@ def actor(context: RunContext, reports: Reports) -> Any:
         if config.reference:
             backend.export(initial_folder(context.folder))
     publisher = WeightPublisher(
-        context.weights, context.run, dict(backend.tensors()), config.weights.timeout_seconds
+        context.weights, context.run, dict(backend.tensors()), config.weights
     )
     checkpoints = Checkpoints(context.folder, config.checkpoint.keep)
     return Actor(context, backend, algorithm_of(config), checkpoints, publisher, reports)

@@ -34,7 +34,16 @@ class EngineHost:
     async def run(self) -> None:
         """Commit every version that is published. Ends only by being cancelled, or by a fault."""
         layout = dcs.layout.of(self.engine.weights())
-        await follow(self.engine, self._context.weights, self._context.run, self.name, layout, self._flush)
+        context = self._context
+        await follow(
+            self.engine,
+            context.weights,
+            context.run,
+            self.name,
+            layout,
+            context.config.weights,
+            self._flush,
+        )
 
     def _flush(self) -> None:
         """Write away what the engine has decided since the last commit."""

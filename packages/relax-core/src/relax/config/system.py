@@ -56,6 +56,12 @@ class WeightSettings(Settings):
     """Port of the coordinator on loopback; 0 takes a free one."""
     timeout_seconds: float = Field(default=120.0, gt=0)
     """Longest wait for engines to take a version."""
+    wires: list[Literal["shm", "tcp"]] = Field(default=["shm", "tcp"], min_length=1)
+    """How a version may travel: memory of the same machine mapped, or TCP; the first that can."""
+    streams: int = Field(default=4, ge=1, le=64)
+    """TCP connections from an engine to a source on another machine."""
+    delta: bool | None = None
+    """Send only what changed since the version before, bit for bit; not given: between machines only."""
 
 
 class RaySettings(Settings):

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import dcs
 
+from relax.config.system import WeightSettings
 from relax.distributed.bus import Endpoint
 
 if TYPE_CHECKING:
@@ -15,22 +16,35 @@ POLL_SECONDS = 30.0
 """One wait for a version; nothing arriving in it is no fault, the wait is renewed."""
 
 
+class Update(Protocol):
+    """What an engine says of a version that it has committed."""
+
+    @property
+    def pause_seconds(self) -> float: ...
+
+
 class Updatable(Protocol):
     """The part of an inference engine that takes weights."""
 
     async def begin_update(self, version: int, tensors: "Mapping[str, Tensor]") -> None: ...
 
-    async def commit_update(self, version: int) -> object: ...
+    async def commit_update(self, version: int) -> Update: ...
 
 
 class WeightPublisher:
     """The actor's side. A version is frozen when `publish` returns; it travels while the next step runs."""
 
-    def __init__(self, endpoint: Endpoint, run: str, tensors: "Mapping[str, Tensor]", timeout: float) -> None:
+    def __init__(
+        self, endpoint: Endpoint, run: str, tensors: "Mapping[str, Tensor]", settings: WeightSettings
+    ) -> None:
         self._publisher = dcs.Publisher(
-            endpoint.address, run=run, layout=dcs.layout.of(tensors), token=endpoint.token
+            endpoint.address,
+            run=run,
+            layout=dcs.layout.of(tensors),
+            token=endpoint.token,
+            wires=settings.wires,
         )
-        self._timeout = timeout
+        self._timeout = settings.timeout_seconds
         self._last: dcs.Ticket | None = None
 
     def publish(self, version: int, tensors: "Mapping[str, Tensor]") -> None:
@@ -55,13 +69,22 @@ async def follow(
     run: str,
     name: str,
     layout: "dcs.Layout",
+    settings: WeightSettings,
     committed: Callable[[], None] = lambda: None,
 ) -> None:
     """Commit each new version in an engine until cancelled: staged and verified beside the decode loop,
     copied in between two decode steps, then acknowledged. `committed` is called after each.
     """
     subscriber = await asyncio.to_thread(
-        dcs.Subscriber, endpoint.address, run=run, name=name, layout=layout, token=endpoint.token
+        dcs.Subscriber,
+        endpoint.address,
+        run=run,
+        name=name,
+        layout=layout,
+        token=endpoint.token,
+        wires=settings.wires,
+        streams=settings.streams,
+        delta=settings.delta,
     )
     version = -1
     try:
@@ -70,9 +93,9 @@ async def follow(
             if staged is None:
                 continue
             await engine.begin_update(staged.version, staged.tensors)
-            await engine.commit_update(staged.version)
+            update = await engine.commit_update(staged.version)
             version = staged.version
             committed()
-            await asyncio.to_thread(staged.ack)
+            await asyncio.to_thread(staged.ack, update.pause_seconds)
     finally:
         await asyncio.shield(asyncio.to_thread(subscriber.close))

@@ -5,14 +5,21 @@ import time
 
 import dcs
 import msgspec
+import numpy as np
 import pytest
 import torch
 from dcs.control.messages import PROTOCOL
-from dcs.wire import frames
+from dcs.wire import frames, streams
 
 FLOATS = 300_000
 TENSORS = {"w": torch.randn(FLOATS, generator=torch.Generator().manual_seed(1))}
 NBYTES = 4 * FLOATS
+
+
+@pytest.fixture
+def subscribe(subscribe):
+    """Damage is done to TCP."""
+    return lambda tensors, name="engine-0", **more: subscribe(tensors, name, **({"wires": ("tcp",)} | more))
 
 
 def take(subscriber: dcs.Subscriber, version: int) -> None:
@@ -28,20 +35,30 @@ def test_a_flipped_bit_in_a_chunk_is_noticed_and_only_that_chunk_asked_for_again
 ):
     publisher = publish_to(TENSORS, advertise="127.0.0.2", chunk_bytes=128 << 10)
     between = proxy(publisher, flip=[NBYTES // 2])
-    subscriber = subscribe(TENSORS)
+    subscriber = subscribe(TENSORS, chunk_bytes=128 << 10)
     publisher.publish(0, TENSORS)
     take(subscriber, 0)
     assert between.connections == 1
     assert NBYTES + (128 << 10) <= between.passed < NBYTES + (256 << 10)
 
 
-def test_a_flipped_bit_in_the_manifest_is_noticed_and_it_is_asked_for_again(publish_to, subscribe, proxy):
-    publisher = publish_to(TENSORS, advertise="127.0.0.2")
-    between = proxy(publisher, flip=[80])
-    subscriber = subscribe(TENSORS)
+@pytest.mark.parametrize("offset", range(28))
+def test_a_flipped_bit_in_the_header_of_a_chunk_is_noticed(publish_to, subscribe, proxy, offset):
+    publisher = publish_to(TENSORS, advertise="127.0.0.2", chunk_bytes=128 << 10)
+    welcome = len(frames.encode_hello(frames.Welcome(publisher.layout.fingerprint, 128 << 10)))
+    proxy(publisher, flip=[welcome + frames.REPLY.size + (128 << 10) + offset])
+    subscriber = subscribe(TENSORS, chunk_bytes=128 << 10)
     publisher.publish(0, TENSORS)
     take(subscriber, 0)
-    assert between.connections == 2
+
+
+def test_an_announced_root_that_the_chunks_do_not_have_is_no_version(publish_to, subscribe, monkeypatch):
+    publisher = publish_to(TENSORS)
+    with monkeypatch.context() as patched:
+        patched.setattr("dcs.manifest.root_hash", lambda *_: bytes(16))
+        publisher.publish(0, TENSORS)
+    with pytest.raises(dcs.CorruptChunk, match=r"has root .*, announced was 0000"):
+        subscribe(TENSORS).next(timeout=20)
 
 
 def test_a_path_that_always_damages_ends_in_a_typed_error_and_never_in_a_version(
@@ -65,7 +82,7 @@ def test_a_path_that_always_damages_ends_in_a_typed_error_and_never_in_a_version
 def test_a_connection_cut_in_the_middle_is_resumed_with_what_is_missing(publish_to, subscribe, proxy):
     publisher = publish_to(TENSORS, advertise="127.0.0.2", chunk_bytes=64 << 10)
     between = proxy(publisher, cut=[400_000, 300_000, 10, 350_000])
-    subscriber = subscribe(TENSORS)
+    subscriber = subscribe(TENSORS, chunk_bytes=64 << 10)
     publisher.publish(0, TENSORS)
     take(subscriber, 0)
     assert between.connections == 5
@@ -76,13 +93,38 @@ def test_a_connection_cut_in_the_middle_is_resumed_with_what_is_missing(publish_
 
 
 def hello(publisher: dcs.Publisher, **changes) -> frames.Hello:
-    found = frames.Hello("r", "raw", 99, publisher.layout.fingerprint, None)
+    found = frames.Hello("r", "raw", 99, publisher.layout.fingerprint, None, 4 << 20)
     return msgspec.structs.replace(found, **changes)
+
+
+def request(publisher: dcs.Publisher, operation: int, version: int, **changes) -> bytes:
+    fields = {
+        "selection": 0,
+        "base": frames.NO_BASE,
+        "mark": root(publisher, version),
+        "first": 0,
+        "count": 0,
+    }
+    fields |= changes
+    return frames.REQUEST.pack(
+        operation,
+        fields["selection"],
+        version,
+        fields["base"],
+        fields["mark"],
+        fields["first"],
+        fields["count"],
+    )
+
+
+def root(publisher: dcs.Publisher, version: int) -> bytes:
+    found = [copy.mark for copy in publisher._shelf.held if copy.version == version]
+    return found[0] if found else bytes(16)
 
 
 def connect(publisher: dcs.Publisher) -> socket.socket:
     sock = socket.create_connection((publisher.endpoint.host, publisher.endpoint.port), 10)
-    frames.set_deadlines(sock, 10)
+    streams.set_deadlines(sock, 10)
     return sock
 
 
@@ -93,11 +135,8 @@ def test_a_reader_that_does_not_read_is_superseded_and_cut_and_stalls_no_publish
     with connect(publisher) as stalled:
         frames.send_hello(stalled, hello(publisher))
         assert isinstance(frames.receive_hello(stalled, "the publisher"), frames.Welcome)
-        stalled.sendall(
-            frames.REQUEST.pack(frames.MANIFEST, 1, 0, 0, 0)
-            + frames.REQUEST.pack(frames.CHUNKS, 1, 0, 0, frames.TO_THE_END)
-        )
-        frames.receive(stalled, frames.REPLY.size)  # the transfer has begun; nothing more is read
+        stalled.sendall(request(publisher, frames.CHUNKS, 0, count=4))
+        streams.receive(stalled, frames.REPLY.size)  # the transfer has begun; nothing more is read
         subscriber = subscribe(tensors)
         for version in (1, 2, 3):
             tensors["w"].fill_(version)
@@ -110,7 +149,7 @@ def test_a_reader_that_does_not_read_is_superseded_and_cut_and_stalls_no_publish
             staged.ack()
             assert list(ticket.wait(10).acked) == ["engine-0"]
         with pytest.raises(OSError, match=r"closed|reset"):
-            frames.receive(stalled, 64 << 20)
+            streams.receive(stalled, 64 << 20)
 
 
 def test_the_wire_refuses_in_words_and_serves_on(publish_to, subscribe):
@@ -120,7 +159,6 @@ def test_the_wire_refuses_in_words_and_serves_on(publish_to, subscribe):
         (hello(publisher), "unauthorized", "no token"),
         (hello(publisher, token="guess"), "unauthorized", "wrong token"),
         (hello(publisher, token="secret", run="other"), "error", "'other'"),
-        (hello(publisher, token="secret", fingerprint="0"), "error", "layout 0"),
     ]
     for said, code, words in cases:
         with connect(publisher) as sock:
@@ -154,26 +192,37 @@ def test_a_subscriber_with_the_wrong_token_for_the_publisher_is_told_so(publish_
 def test_requests_out_of_range_or_order_get_no_byte(publish_to, subscribe):
     publisher = publish_to(TENSORS)
     publisher.publish(0, TENSORS)
+    rows = np.array([[0, 8, 8, 1], [NBYTES - 8, 8, 16, 1]], dtype="<i8")
     requests = [
-        (frames.CHUNKS, 1, 0, 0, 1, frames.SUPERSEDED),  # before its manifest
-        (frames.MANIFEST, 1, 7, 0, 0, frames.SUPERSEDED),
-        (frames.MANIFEST, 2, 0, 0, 0, frames.SUPERSEDED),
-        (9, 1, 0, 0, 0, frames.REFUSED),
+        (request(publisher, frames.CHUNKS, 7, count=1), frames.SUPERSEDED),
+        (request(publisher, frames.CHUNKS, 0, mark=b"x" * 16, count=1), frames.SUPERSEDED),
+        (request(publisher, frames.CHUNKS, 0, first=0, count=2), frames.REFUSED),
+        (request(publisher, frames.CHUNKS, 0, selection=5, count=1), frames.REFUSED),
+        (request(publisher, frames.MAP, 0), frames.REFUSED),  # not over TCP
+        (request(publisher, frames.SELECT, 0, selection=1, count=2) + rows.tobytes(), frames.REFUSED),
+        (request(publisher, frames.SELECT, 0, selection=1, count=1 << 31), frames.REFUSED),
+        (request(publisher, 9, 0), frames.REFUSED),
     ]
-    for *request, status in requests:
+    for said, status in requests:
         with connect(publisher) as sock:
             frames.send_hello(sock, hello(publisher))
             frames.receive_hello(sock, "the publisher")
-            sock.sendall(frames.REQUEST.pack(*request))
-            assert frames.REPLY.unpack(frames.receive(sock, frames.REPLY.size)) == (status, 0, 0)
+            sock.sendall(said)
+            assert frames.REPLY.unpack(streams.receive(sock, frames.REPLY.size)) == (status, 0, 0, 0, 0, 0)
+    take(subscribe(TENSORS), 0)
+
+
+def test_a_reader_that_never_stops_selecting_is_refused(publish_to, subscribe):
+    publisher = publish_to(TENSORS)
+    publisher.publish(0, TENSORS)
+    rows = np.array([[0, 8, 8, 1]], dtype="<i8")
     with connect(publisher) as sock:
         frames.send_hello(sock, hello(publisher))
         frames.receive_hello(sock, "the publisher")
-        sock.sendall(frames.REQUEST.pack(frames.MANIFEST, 1, 0, 0, 0))
-        _, _, length = frames.REPLY.unpack(frames.receive(sock, frames.REPLY.size))
-        frames.receive(sock, length)
-        sock.sendall(frames.REQUEST.pack(frames.CHUNKS, 1, 0, 1, 1))
-        assert frames.REPLY.unpack(frames.receive(sock, frames.REPLY.size)) == (frames.REFUSED, 1, 0)
+        said = request(publisher, frames.SELECT, 0, selection=1, count=1) + rows.tobytes()
+        for number in range(1, 34):
+            sock.sendall(said.replace(b"\x01\0\0\0\x01", bytes([1, 0, 0, 0, number]), 1))
+        assert streams.receive(sock, 1)[0] == frames.REFUSED
     take(subscribe(TENSORS), 0)
 
 

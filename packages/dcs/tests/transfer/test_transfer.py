@@ -7,6 +7,18 @@ import pytest
 import torch
 
 
+@pytest.fixture(params=["shm", "tcp", "tcp+delta"])
+def wire(request) -> str:
+    return request.param
+
+
+@pytest.fixture
+def subscribe(subscribe, wire):
+    """Every test is run over each wire."""
+    options = {"wires": (wire.partition("+")[0],), "delta": "delta" in wire}
+    return lambda tensors, name="engine-0", **more: subscribe(tensors, name, **(options | more))
+
+
 def small(value: float) -> dict[str, torch.Tensor]:
     return {"w": torch.full((64, 64), value), "b": torch.full((64,), value)}
 
