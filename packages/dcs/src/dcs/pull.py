@@ -15,7 +15,7 @@ from dcs.layout import Layout
 from dcs.manifest import Manifest
 from dcs.memory import shelf as shelves
 from dcs.memory.arena import Arena
-from dcs.memory.shelf import Copy, Shelf, Superseded
+from dcs.memory.shelf import MAX_ARENAS, Copy, Shelf, Superseded
 from dcs.plan.planner import plan
 from dcs.wire.collective import CollectiveBroken
 from dcs.wire.connection import Connection, where
@@ -239,9 +239,15 @@ class Puller:
             self._drop(connection)
             raise
         key = (source.member, number)
+        arena = self._mapped.pop(key, None)
         if descriptor is not None:
-            self._mapped[key] = Arena.map(self._layout, descriptor)
-        arena = self._mapped[key]
+            arena = Arena.map(self._layout, descriptor)
+        if arena is None:
+            self._drop(connection)
+            raise ProtocolError(f"{source.name!r} named memory that it has not given; connecting anew")
+        self._mapped[key] = arena
+        for old in [each for each in self._mapped if each[0] == source.member][: -2 * MAX_ARENAS]:
+            self._mapped.pop(old).close()  # its owner has given it up long ago
         chunks = manifests.chunk_count(self._nbytes, self._chunk_bytes)
         job.copy = shelves.whole(arena, job.target.version, job.root, self._chunk_bytes, [None] * chunks)
         self._owners[job.copy] = connection, mark

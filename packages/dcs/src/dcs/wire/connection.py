@@ -15,7 +15,10 @@ from dcs.memory.shelf import Superseded
 from dcs.wire import frames, streams, tls
 
 CONNECT_SECONDS = 5.0
-STALL_SECONDS = 1.0  # without a single byte from the source; one that waits itself says so more often
+# Without a single byte from the source; one that waits itself says so more often. For a peer there is another
+# source to turn to; a training rank may just be busy.
+PEER_STALL_SECONDS = 1.0
+RANK_STALL_SECONDS = 5.0
 
 
 class Connection:
@@ -63,7 +66,8 @@ class Connection:
         if not isinstance(answer, frames.Welcome):
             raise ProtocolError(f"{sender} answered a hello with a hello")
         self.welcome = answer
-        streams.set_deadlines(self._sock, STALL_SECONDS)
+        rank = self.source.rank >= 0
+        streams.set_deadlines(self._sock, RANK_STALL_SECONDS if rank else PEER_STALL_SECONDS)
 
     def select(self, rows: np.ndarray, key: bytes) -> int:
         """The number of a selection, which is sent when the source does not have it yet."""
