@@ -127,7 +127,6 @@ class Link:
         try:
             if curve is not None:
                 curve.guard(self._socket)
-            self._monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
             self._socket.connect(address)
             self._endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         except zmq.ZMQError as error:
@@ -136,6 +135,7 @@ class Link:
             raise DcsError(
                 f"{address!r} is no coordinator's address: {error}; it looks like tcp://127.0.0.1:4000"
             ) from error
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._thread = threading.Thread(target=self._run, name="dcs-link", daemon=True)
         self._thread.start()

@@ -384,9 +384,11 @@ class Registry:
         self._counts["announcements"] += 1
         part = Part(message.root, message.nbytes, message.freeze_seconds)
         run.announce(gang, rank, message.version, part, now)
+        out: Outgoing = []
         if run.complete(now):
             self._completed(now)
-        return [(member.identity, Announced(message.request, message.version))]
+            out.append((member.identity, run.news()))  # before the answer, so that who waits for it knows
+        return [*out, (member.identity, Announced(message.request, message.version))]
 
     def _completed(self, now: float) -> None:
         self._counts["completions"] += 1
