@@ -306,22 +306,22 @@ def test_killing_and_starting_ranks_again_leaks_nothing(keeper, rank_process, ev
     def held() -> tuple[int, int, int]:
         return process.num_fds(), threading.active_count(), own.memory.used_bytes + other.memory.used_bytes
 
-    baseline, step = None, 0
+    baseline, step, more = None, 0, 0
     for cycle in range(cycles):
         rank = rank_process([own, other], keep=1)
         if step:
-            assert rank.ask("restore") == f"{step} {step * 3000}"
-        for _ in range(3):
+            restored, total = map(int, rank.ask("restore").split())
+            assert restored in (step, step + more)  # the last one may have got through before the kill
+            assert total == restored * 3000
+            step = restored
+        for _ in range(2):
             step += 1
             assert rank.ask("keep", step, 3000) == "kept"
-        if cycle % 2:
+        more = cycle % 2
+        if more:
             rank.ask("save", step + 1, 3000)
         rank.kill()
         rank.close()
-        if cycle % 2:
-            newest = dcs.replicas.restore([own.address, other.address], "actor")
-            assert newest is not None
-            step = newest[0]
         if cycle == 5:
             eventually(lambda: own.connections == other.connections == 0)
             baseline = held()

@@ -31,8 +31,8 @@ class Arena:
             os.close(self.descriptor)
             raise
         self._bytes = np.frombuffer(self.memory, np.uint8)
-        self._flat = torch.from_numpy(self._bytes)
-        self._spans: list[tuple[int, int]] = []
+        self._layout: list[tuple[object, ...]] = []
+        self._views: list[torch.Tensor | np.ndarray] = []
 
     def fits(self, nbytes: int) -> bool:
         """Whether it is large enough for `nbytes`, and not far too large."""
@@ -42,24 +42,37 @@ class Arena:
         """Copy a flattened tree in. Its tensors may lie on any device, be non-contiguous or require
         gradients.
         """
-        spans = [(leaf.start, leaf.start + leaf.nbytes) for leaf in flat.leaves]
-        if spans != self._spans:
-            self._clear_gaps(spans, flat.nbytes)
-            self._spans = spans
+        layout: list[tuple[object, ...]] = [
+            (leaf.start, leaf.nbytes, leaf.source.dtype, leaf.source.shape) for leaf in flat.leaves
+        ]
+        if layout != self._layout:
+            self._lay_out(flat)
+            self._layout = layout
         with torch.no_grad():
-            for leaf, (start, end) in zip(flat.leaves, spans, strict=True):
-                source = leaf.source
-                if isinstance(source, torch.Tensor):
-                    self._flat[start:end].view(source.dtype).view(source.shape).copy_(source)
+            for leaf, view in zip(flat.leaves, self._views, strict=True):
+                if isinstance(view, torch.Tensor):
+                    view.copy_(leaf.source)  # pyright: ignore[reportArgumentType]
                 else:
-                    self._bytes[start:end] = source
+                    view[:] = leaf.source
 
-    def _clear_gaps(self, spans: list[tuple[int, int]], nbytes: int) -> None:
-        # Between leaves there is padding, which is hashed too: equal trees must have equal chunks.
+    def _lay_out(self, flat: Flat) -> None:
+        """Make views for the leaves of trees like this, and clear what lies between them.
+
+        It is hashed, too: equal trees must have equal chunks.
+        """
+        self._layout = []
+        self._views = []
         before = 0
-        for start, end in [*spans, (nbytes, nbytes)]:
-            self._bytes[before:start] = 0
-            before = end
+        for leaf in flat.leaves:
+            self._bytes[before : leaf.start] = 0
+            before = leaf.start + leaf.nbytes
+            source = leaf.source
+            if isinstance(source, torch.Tensor):
+                view = torch.from_numpy(self._bytes[leaf.start : before]).view(source.dtype)
+                self._views.append(view.view(source.shape))
+            else:
+                self._views.append(self._bytes[leaf.start : before])
+        self._bytes[before : flat.nbytes] = 0
 
     def close(self) -> None:
         """Give the memory back; a keeper that maps it keeps it for as long as it does."""
@@ -67,4 +80,4 @@ class Arena:
             os.close(self.descriptor)
             self.descriptor = -1
             # The mapping goes with the last view of it.
-            del self._flat, self._bytes, self.memory
+            del self._views, self._bytes, self.memory

@@ -5,6 +5,7 @@ The description is msgpack: scalars as they are, everything else as an array tha
 is code: a tree that comes back is made of tensors, arrays and the built-in containers only.
 """
 
+import functools
 import math
 from collections import OrderedDict
 from collections.abc import Callable
@@ -27,6 +28,7 @@ _TENSOR, _ARRAY, _NUMPY_SCALAR, _GENERATOR = 9, 10, 11, 12
 _REQUIRES_GRAD, _PARAMETER = 1, 2  # flags of a tensor
 
 type Tree = Any
+type _Path = tuple[_Path, Any, bool] | None  # what it is in, its key there, whether that is an index
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,9 +93,10 @@ class _Flattener:
         self._leaves: list[Leaf] = []
         self._nbytes = 0
         self._seen: dict[tuple[Any, ...], int] = {}
+        self._devices: dict[torch.device, str] = {}
 
     def run(self, tree: Tree) -> Flat:
-        root = self._value(tree, "", 0)
+        root = self._value(tree, None, 0)
         try:
             structure = msgspec.msgpack.encode(root)
         except UnicodeEncodeError as error:
@@ -109,7 +112,7 @@ class _Flattener:
             self._nbytes = start + -(-nbytes // ALIGNMENT) * ALIGNMENT
         return start
 
-    def _value(self, value: Any, path: str, depth: int) -> Any:
+    def _value(self, value: Any, path: _Path, depth: int) -> Any:
         kind = type(value)
         if value is None or kind in (bool, float, str, bytes):
             return value
@@ -140,10 +143,10 @@ class _Flattener:
             " give tensors, numpy arrays, and plain data in dicts, lists and tuples"
         )
 
-    def _sequence(self, tag: int, value: Any, path: str, depth: int) -> list[Any]:
-        return [tag, *[self._value(item, f"{path}[{index}]", depth) for index, item in enumerate(value)]]
+    def _sequence(self, tag: int, value: Any, path: _Path, depth: int) -> list[Any]:
+        return [tag, *[self._value(item, (path, index, True), depth) for index, item in enumerate(value)]]
 
-    def _items(self, value: Any, path: str, depth: int) -> list[Any]:
+    def _items(self, value: Any, path: _Path, depth: int) -> list[Any]:
         flat: list[Any] = []
         for key, item in value.items():
             if not _is_plain_key(key):
@@ -153,45 +156,61 @@ class _Flattener:
                     " bytes, None, and tuples of them"
                 )
             flat.append(self._value(key, path, depth))
-            flat.append(self._value(item, f"{path}.{key}" if path else str(key), depth))
+            flat.append(self._value(item, (path, key, False), depth))
         return flat
 
-    def _list(self, value: list[Any], path: str, depth: int) -> list[Any]:
+    def _list(self, value: list[Any], path: _Path, depth: int) -> list[Any]:
         return self._sequence(_LIST, value, path, depth)
 
-    def _tuple(self, value: tuple[Any, ...], path: str, depth: int) -> list[Any]:
+    def _tuple(self, value: tuple[Any, ...], path: _Path, depth: int) -> list[Any]:
         return self._sequence(_TUPLE, value, path, depth)
 
-    def _dict(self, value: dict[Any, Any], path: str, depth: int) -> list[Any]:
+    def _dict(self, value: dict[Any, Any], path: _Path, depth: int) -> list[Any]:
         return [_DICT, *self._items(value, path, depth)]
 
-    def _ordered(self, value: "OrderedDict[Any, Any]", path: str, depth: int) -> list[Any]:
-        metadata = self._value(getattr(value, "_metadata", None), f"{path}._metadata", depth)
+    def _ordered(self, value: "OrderedDict[Any, Any]", path: _Path, depth: int) -> list[Any]:
+        metadata = self._value(getattr(value, "_metadata", None), (path, "_metadata", False), depth)
         return [_ORDERED, metadata, *self._items(value, path, depth)]
 
-    def _tensor(self, value: torch.Tensor, path: str) -> list[Any]:
+    def _tensor(self, value: torch.Tensor, path: _Path) -> list[Any]:
         kind = type(value)
-        if kind not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
+        if kind not in _TENSORS:
             raise UnsupportedLeaf(
                 f"{_name(path)} is a {kind.__module__}.{kind.__qualname__}; give its plain local tensor "
-                f"(for a DTensor:"
-                " `.to_local()`)"
+                f"(for a"
+                " DTensor: `.to_local()`)"
             )
-        if value.layout is not torch.strided or value.is_quantized or value.device.type == "meta":
+        device = self._devices.get(value.device)
+        if device is None:
+            device = self._devices[value.device] = str(value.device)
+        if value.layout is not torch.strided or value.is_quantized or value.is_meta:
             raise UnsupportedLeaf(
-                f"{_name(path)} is a {value.layout} tensor of {value.dtype} on {value.device}; only dense "
-                f"ones with"
+                f"{_name(path)} is a {value.layout} tensor of {value.dtype} on {device}; only dense ones with"
                 " memory of their own are kept"
             )
+        dtype, shape = value.dtype, value.shape
         flags = _REQUIRES_GRAD * value.requires_grad | _PARAMETER * (kind is torch.nn.Parameter)
-        place = (value.data_ptr(), value.dtype, value.shape, value.stride(), str(value.device), flags)
-        place = (*place, value.is_conj(), value.is_neg())
-        start = self._seen.get(place) if value.numel() else None
-        if start is None:
-            start = self._seen[place] = self._place(value, value.nbytes)
-        return [_TENSOR, start, str(value.dtype)[6:], list(value.shape), str(value.device), flags]
+        nbytes = value.numel() * dtype.itemsize
+        start = self._nbytes
+        if nbytes:
+            place = (
+                value.data_ptr(),
+                dtype,
+                shape,
+                value.stride(),
+                device,
+                flags,
+                value.is_conj(),
+                value.is_neg(),
+            )
+            known = self._seen.get(place)
+            if known is None:
+                start = self._seen[place] = self._place(value, nbytes)
+            else:
+                start = known
+        return [_TENSOR, start, _dtype_name(dtype), shape, device, flags]
 
-    def _array(self, value: Any, path: str) -> list[Any]:
+    def _array(self, value: Any, path: _Path) -> list[Any]:
         array = np.asarray(value)
         if array.dtype.hasobject or array.dtype.fields or np.dtype(array.dtype.str) != array.dtype:
             raise UnsupportedLeaf(
@@ -201,10 +220,11 @@ class _Flattener:
         source = np.ascontiguousarray(array).reshape(-1)
         start = self._place(source.view(np.uint8), source.nbytes) if source.nbytes else 0
         tag = _ARRAY if type(value) is np.ndarray else _NUMPY_SCALAR
-        return [tag, start, array.dtype.str, list(array.shape)]
+        return [tag, start, array.dtype.str, array.shape]
 
 
-_CONTAINERS: dict[type, Callable[[_Flattener, Any, str, int], list[Any]]] = {
+_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
+_CONTAINERS: dict[type, Callable[[_Flattener, Any, _Path, int], list[Any]]] = {
     list: _Flattener._list,
     tuple: _Flattener._tuple,
     dict: _Flattener._dict,
@@ -213,13 +233,17 @@ _CONTAINERS: dict[type, Callable[[_Flattener, Any, str, int], list[Any]]] = {
 _SCALARS: dict[type, Callable[[Any], list[Any]]] = {
     complex: lambda value: [_COMPLEX, value.real, value.imag],
     torch.Size: lambda value: [_SIZE, *value],
-    torch.dtype: lambda value: [_DTYPE, str(value)[6:]],
+    torch.dtype: lambda value: [_DTYPE, _dtype_name(value)],
     torch.device: lambda value: [_DEVICE, str(value)],
 }
 
 
-def _name(path: str) -> str:
-    return repr(path) if path else "the tree"
+def _name(path: _Path) -> str:
+    text = ""
+    while path is not None:
+        path, key, is_index = path
+        text = (f"[{key}]" if is_index else f".{key}") + text
+    return repr(text.removeprefix(".")) if text else "the tree"
 
 
 class _Rebuilder:
@@ -304,6 +328,11 @@ class _Rebuilder:
             tensor.requires_grad_(needs_grad)
         self._tensors[place] = tensor
         return tensor
+
+
+@functools.cache
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _count(shape: list[int]) -> int:
