@@ -3,8 +3,8 @@
     python -m sglang.launch_server --model-path MODEL --port 30000
     python recipes/dcs_pytorch_sglang.py MODEL http://127.0.0.1:30000
 
-Here all parts of dcs run in one process. Across machines `dcs serve` runs anywhere, the publisher in the trainer,
-and an applier with its subscriber beside each server, under a name of its own.
+Here all parts of dcs run in one process. Across machines `dcs serve` runs anywhere, the publisher in the
+trainer, and an applier with its subscriber beside each server, under a name of its own.
 """
 
 import json
@@ -36,9 +36,7 @@ def main(folder: str, url: str) -> None:
             optimizer.step()
             publisher.publish(step, model.state_dict())  # returns when frozen; the next step may begin
             follower.wait_for(step, timeout=120.0)
-            print(
-                f"version {step}: log probabilities agree within {disagreement(model, url):.1e}; {applier.last}"
-            )
+            print(f"version {step}: log probabilities agree within {disagreement(model, url):.1e}")
 
 
 def disagreement(model: torch.nn.Module, url: str) -> float:

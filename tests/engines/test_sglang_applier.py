@@ -14,7 +14,7 @@ import torch
 from dcs.appliers import SglangApplier
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-pytestmark = pytest.mark.timeout(300)  # the server starts within the first test
+pytestmark = pytest.mark.timeout(600)  # the server starts within the first test
 
 ROOT = Path(__file__).parents[2]
 Mode = Literal["tensor", "distributed", "disk"]

@@ -136,8 +136,10 @@ def _header(file: Path) -> dict[str, object]:
 
 def _spec(file: Path, name: str, entry: Any) -> TensorSpec:
     try:
-        dtype, shape = entry["dtype"], entry["shape"]
-        return TensorSpec(name, tuple(int(extent) for extent in shape), _DTYPE_OF[dtype])
+        dtype, shape = _DTYPE_OF[entry["dtype"]], tuple(int(extent) for extent in entry["shape"])
+        if any(extent < 0 for extent in shape):
+            raise ValueError("a negative extent")
+        return TensorSpec(name, shape, dtype)
     except (KeyError, TypeError, ValueError) as error:
         raise LayoutMismatch(
             f"{file}: tensor {name!r} is described as {entry!r}, which dcs cannot carry"

@@ -152,7 +152,7 @@ class SglangApplier:
             if self._pause == "retract":
                 self._server.post("/flush_cache")
             elif self._pause == "abort":
-                # What was aborted may still be leaving. (Retracted requests stay until the end of the pause: a
+                # What was aborted may still be leaving. (Retracted requests stay until the pause ends, and a
                 # flush with a timeout would wait for them.)
                 self._server.post(f"/flush_cache?timeout={_FLUSH_SECONDS}")
             self._server.post("/continue_generation")

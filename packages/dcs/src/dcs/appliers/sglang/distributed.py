@@ -22,6 +22,7 @@ from dcs.appliers.buckets import Bucket, cut, fill
 from dcs.appliers.http import EngineServer
 from dcs.errors import ApplyFailed
 
+_LEAVE_SECONDS = 30.0
 _DEVICE_OF = {"gloo": "cpu", "nccl": "cuda"}
 
 
@@ -81,15 +82,13 @@ class Distributed:
         return send
 
     def close(self) -> None:
-        if self._group is not None:
-            self._leave()
-            # A server that does not answer has no group to leave either.
-            with suppress(ApplyFailed):
-                self._server.post("/destroy_weights_update_group", {"group_name": self._name})
-
-    def _leave(self) -> None:
-        """Give up the group on this side, whatever it is in the middle of."""
         group, self._group = self._group, None
+        if group is None:
+            return
+        # The server's side first: that ends a broadcast which it refused to take, and gloo waits for its
+        # operations. (A server that does not answer is gone, or has had as long as a bucket may take.)
+        with suppress(ApplyFailed):
+            self._server.post("/destroy_weights_update_group", {"group_name": self._name}, _LEAVE_SECONDS)
         group.abort()
 
     def _meet(self) -> Any:
@@ -158,7 +157,7 @@ class Distributed:
             )
         except ApplyFailed:
             # A server that refuses does not receive, and our half of the broadcast would wait for it.
-            self._leave()
+            self.close()
             raise
         work.wait(self._timeout)
 
