@@ -84,10 +84,12 @@ def store() -> Iterator[CollectiveStore]:
 def gather(store: CollectiveStore) -> Callable[..., list[dict]]:
     """`gather(ranks, key, deadline)` makes one group of all of them."""
 
-    def make(ranks: list[Rank], key: str = "v1", deadline: float = 2.0) -> list[dict]:
+    def make(ranks: list[Rank], key: str = "v1", deadline: float = 20.0) -> list[dict]:
         for number, rank in enumerate(ranks):
             rank.tell("make", port=store.port, key=key, rank=number, size=len(ranks), deadline=deadline)
-        return [rank.hear() for rank in ranks]
+        answers = [rank.hear() for rank in ranks]
+        assert not any(answers), answers
+        return answers
 
     return make
 

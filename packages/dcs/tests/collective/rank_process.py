@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed
-from dcs.wire.collective import CollectiveBroken, Group
+from dcs.wire.collective import CollectiveBroken, CollectiveStore, Group
 
 
 class Rank:
@@ -26,6 +26,10 @@ class Rank:
     def make(self, port: int, key: str, rank: int, size: int, deadline: float) -> dict:
         self.group = Group("gloo", "127.0.0.1", port, key, rank, size, deadline)
         return {}
+
+    def serve(self) -> dict:
+        self.store = CollectiveStore()
+        return {"port": self.store.port}
 
     def broadcast(
         self, nbytes: int, fill: int, source: int, bucket: int, act: list | None = None, **options

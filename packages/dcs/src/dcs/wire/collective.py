@@ -7,6 +7,7 @@ connections to the peers. Whatever torch does, the caller goes on.
 """
 
 import os
+import re
 import select
 import socket
 import threading
@@ -28,6 +29,7 @@ _IN_FLIGHT = 2  # buckets: one is being moved while the next one is being set up
 _HANGUP_SECONDS = 1.0  # for the next bucket to come once a peer's connection is closed
 _SETTLE_SECONDS = 5.0  # for the backend to let go of a buffer after its deadline
 _JOIN_SECONDS = 1.0
+_OWN_SHARE = 0.9
 _CLOSED = "it was closed"
 
 
@@ -186,10 +188,13 @@ class Group:
         self._failure = ""  # to make it
         self._reason = ""  # why it cannot be used any more
         self._closing = False
-        deadline = time.monotonic() + deadline_seconds
+        began = time.monotonic()
 
         def make() -> Transport:
-            rendezvous = Rendezvous(store_host, store_port, key, rank, size, deadline)
+            # A little before the caller gives up, so that it hears who did not come.
+            rendezvous = Rendezvous(
+                store_host, store_port, key, rank, size, began + _OWN_SHARE * deadline_seconds
+            )
             if backend == "nccl":
                 from dcs.wire.nccl import NcclTransport
 
@@ -203,7 +208,7 @@ class Group:
         )
         self._thread.start()
         with self._lock:
-            cause = self._attend(lambda: bool(self._transport or self._failure), deadline, ())
+            cause = self._attend(lambda: bool(self._transport or self._failure), began + deadline_seconds, ())
             if self._transport is None:
                 self.close()
                 raise CollectiveBroken(key, rank, size, -1, cause or self._failure)
@@ -248,7 +253,8 @@ class Group:
                 self._work.notify()
             try:
                 while True:
-                    cause = self._attend(job.news, job.deadline, transport.watched()) or job.error
+                    cause = self._attend(job.news, job.deadline, transport.watched())
+                    cause = cause or self._reason or job.error
                     ended = job.ended.is_set()
                     for index in range(job.reported, job.done):
                         if on_bucket is not None:
@@ -368,6 +374,7 @@ class Group:
 
 
 def _words(error: Exception) -> str:
-    """What torch says, on one line and without the C++ frames that follow."""
-    said = str(error).partition("Exception raised from")[0]
+    """What torch says, on one line: without where in its sources, and without the frames that follow."""
+    said = re.sub(r"^\[\S+\.cc:\d+\] ", "", str(error))
+    said = re.split(r"Exception raised from|This is typically caused by", said)[0]
     return "; ".join(filter(None, map(str.strip, said.splitlines())))[:1000] or type(error).__name__
