@@ -17,7 +17,7 @@ from dcs.control.registry import Registry
 from dcs.layout import Layout, TensorSpec
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, rule
 
 LEASE = 5.0
 LAYOUT = Layout((TensorSpec("w", (2,), "float32"),))
@@ -63,7 +63,6 @@ class Runs(RuleBasedStateMachine):
         self.restart()
         self.by_identity: dict[bytes, Link] = {}
         self.told: dict[bytes, tuple[int, int]] = {}
-        self.roots: dict[tuple[int, int], tuple[bytes, ...]] = {}
 
     @rule(begin=st.integers(0, 20))
     def restart_and_return(self, begin):
@@ -74,6 +73,7 @@ class Runs(RuleBasedStateMachine):
     def restart(self) -> None:
         self.numbers += 1000
         self.newest = (0, -1)
+        self.roots: dict[tuple[int, int], tuple[bytes, ...]] = {}  # it takes what comes
         self.registry = Registry(LEASE, None, transfer_seconds=20.0, first_member=self.numbers)
 
     def send(self, link: Link, message) -> None:
@@ -95,12 +95,28 @@ class Runs(RuleBasedStateMachine):
                 assert told >= before
                 assert found.version >= before[1]
                 self.told[identity] = told
-                assert self.roots.setdefault(told, found.roots) == found.roots
+                key = (found.version, len(found.roots))
+                assert self.roots.setdefault(key, found.roots) == found.roots
                 assert link.member not in [source.member for source in state.sources]
 
-    @rule(target=links, role=st.sampled_from(["publisher", "subscriber"]), place=st.sampled_from("ab"),
-          session=st.sampled_from(["", "job"]))  # fmt: skip
+    @initialize(target=links)
+    def begin(self):
+        """There is something from the start."""
+        link = self.add("publisher", "a", "")
+        self.add("subscriber", "a", "")
+        self.publish(1, 0)
+        return link
+
+    @rule(
+        target=links,
+        role=st.sampled_from(["publisher", "subscriber"]),
+        place=st.sampled_from("ab"),
+        session=st.sampled_from(["", "", "job"]),
+    )
     def start(self, role, place, session):
+        return self.add(role, place, session)
+
+    def add(self, role: str, place: str, session: str) -> Link:
         identity = str(len(self.by_identity)).encode()
         options: dict = {"group": session}
         if role == "publisher":
@@ -121,13 +137,20 @@ class Runs(RuleBasedStateMachine):
             if link.fenced is not None and link.fenced.rejoin:
                 self.send(link, link.join())
 
-    @rule(step=st.integers(0, 2), value=st.sampled_from([0, 0, 0, 1]))
+    @rule(step=st.integers(0, 1), value=st.integers(0, 1))
     def publish(self, step, value):
         """All ranks that are alive announce the newest version that one of them knows, or a later one."""
         ranks = [link for link in self.by_identity.values() if link.role == "publisher" and link.member]
         newest = max((link.known[1] for link in ranks if link.known), default=-1)
         for link in ranks:
             self.send(link, Announce(99, link.member, link.epoch, max(0, newest + step), bytes([value]) * 16))
+
+    @rule(target=links, value=st.integers(0, 1))
+    def repeat(self, value):
+        """A trainer is started again, and repeats the newest version, perhaps with other weights."""
+        link = self.add("publisher", "a", "")
+        self.publish(0, value)
+        return link
 
     @rule(link=links, ahead=st.integers(-1, 2), value=st.integers(0, 1), behind=st.integers(0, 1))
     def announce(self, link, ahead, value, behind):
