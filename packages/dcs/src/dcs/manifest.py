@@ -11,7 +11,7 @@ from typing import Annotated
 import msgspec
 import xxhash
 
-from dcs.errors import CorruptChunk, DcsError
+from dcs.errors import CorruptChunk
 
 CHUNK_BYTES = 4 << 20
 MIN_CHUNK_BYTES, MAX_CHUNK_BYTES = 4 << 10, 256 << 20
@@ -49,12 +49,6 @@ class Manifest(msgspec.Struct, frozen=True):
     def encode(self) -> bytes:
         """As it travels."""
         return msgspec.msgpack.encode(self)
-
-
-def require_chunk_bytes(chunk_bytes: int) -> None:
-    """Raise `DcsError` for a size of chunks that is not taken."""
-    if not MIN_CHUNK_BYTES <= chunk_bytes <= MAX_CHUNK_BYTES:
-        raise DcsError(f"chunk_bytes is {chunk_bytes}; it must be {MIN_CHUNK_BYTES} to {MAX_CHUNK_BYTES}")
 
 
 def chunk_count(nbytes: int, chunk_bytes: int) -> int:

@@ -11,13 +11,20 @@ from typing import Literal, Self
 import torch
 
 from dcs import manifest as manifests
+from dcs.arguments import (
+    WIRES,
+    require_chunk_bytes,
+    require_collective,
+    require_label,
+    require_wires,
+)
 from dcs.control.address import require_token
 from dcs.control.curve import MemberKeys
 from dcs.control.link import Link, Rejoining
 from dcs.control.messages import Complete, Fenced, FromCoordinator, Join, Joined, Roster, Store
 from dcs.errors import Closed, CoordinatorLost, DcsError, StaleVersion, Timeout, from_refusal
 from dcs.layout import Layout
-from dcs.manifest import CHUNK_BYTES, require_chunk_bytes
+from dcs.manifest import CHUNK_BYTES
 from dcs.memory.arena import Arena, check
 from dcs.memory.shelf import Copy, Shelf, whole
 from dcs.ticket import Ticket
@@ -26,8 +33,6 @@ from dcs.wire.collective import CollectiveStore
 from dcs.wire.gathering import Broadcaster
 from dcs.wire.server import ChunkServer
 from dcs.wire.tls import Tls
-
-WIRES = ("shm", "tcp")
 
 
 class Publisher:
@@ -95,6 +100,9 @@ class Publisher:
                 f"rank {rank} of {world_size} needs a session: a name that all ranks of this start share, and"
                 " no other start has, such as the launcher's run id and restart count"
             )
+        require_label(run, "run")
+        require_wires(wires)
+        require_collective(collective, collective_seconds, world_size)
         require_chunk_bytes(chunk_bytes)
         require_token(host, token, "the publisher")
         self.run = run

@@ -139,7 +139,7 @@ class Puller:
         """
         job.failures.clear()
         self._forget({source.member for source in sources})
-        if job.copy is None and "shm" in self._wires:
+        if job.copy is None and gathering is None and "shm" in self._wires:
             near = [source for source in sources if self._can_map(source)]
             if any(self._attempt(job, [source], lambda one: self._map(job, one[0])) for source in near):
                 return

@@ -8,6 +8,14 @@ from typing import Literal, Self
 
 import torch
 
+from dcs.arguments import (
+    WIRES,
+    require_chunk_bytes,
+    require_collective,
+    require_group,
+    require_label,
+    require_wires,
+)
 from dcs.control.address import require_token
 from dcs.control.curve import MemberKeys
 from dcs.control.link import Link
@@ -34,7 +42,7 @@ from dcs.errors import (
 )
 from dcs.follower import Follower
 from dcs.layout import Layout
-from dcs.manifest import CHUNK_BYTES, require_chunk_bytes
+from dcs.manifest import CHUNK_BYTES
 from dcs.memory.mirrors import Mirrors
 from dcs.memory.shelf import Copy, Shelf, Superseded
 from dcs.memory.slots import Slot, Slots, SlotState
@@ -48,8 +56,6 @@ from dcs.wire.tls import Tls
 
 _BACKOFF_SECONDS = (0.05, 1.0)  # between two attempts: the first, doubling up to the second
 _PATIENCE_SECONDS = 2.0  # that a peer is made to wait for a version which has not begun to come here
-
-WIRES = ("shm", "tcp")
 
 
 class Subscriber:
@@ -111,9 +117,11 @@ class Subscriber:
         progress: Callable[[int, int, int], None] | None = None,
         timeout: float = 10.0,
     ) -> None:
-        unknown = sorted(set(wires) - set(WIRES))
-        if unknown or not wires:
-            raise DcsError(f"wires is {tuple(wires)}; name one or more of {', '.join(WIRES)}")
+        require_label(run, "run")
+        require_label(name, "name")
+        require_wires(wires)
+        require_collective(collective, collective_seconds)
+        require_group(group, group_size)
         if streams < 1:
             raise DcsError(f"streams is {streams}; there has to be one")
         require_chunk_bytes(chunk_bytes)

@@ -35,6 +35,17 @@ def test_versions_come_by_broadcast_through_one_group(publish_to, subscribe):
     assert [take(each, 4).wire for each in (*subscribers, late)] == ["collective"] * 3
 
 
+def test_who_could_map_takes_part_in_a_broadcast_too(publish_to, subscribe):
+    publisher = publish_to(model(0), collective="gloo")
+    subscribers = [
+        subscribe(model(0), "maps", collective="gloo"),
+        subscribe(model(0), "does-not", collective="gloo", wires=("tcp",)),
+    ]
+    for version in range(3):
+        publisher.publish(version, model(version))
+        assert [take(each, version).wire for each in subscribers] == ["collective"] * 2
+
+
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_peer_that_is_gone_costs_one_deadline_and_the_version_comes(
     coordinator, publish_to, subscribe, child, how

@@ -237,9 +237,14 @@ def test_progress_is_told(publish_to, subscribe):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"wires": ("rdma",)}, "rdma|collective, shm, tcp"),
+        ({"wires": ("rdma",)}, "rdma.*name one or more of shm, tcp"),
         ({"wires": ()}, "name one or more"),
+        ({"wires": "tcp"}, "in a list"),
         ({"streams": 0}, "streams is 0"),
+        ({"run": ""}, "run is ''"),
+        ({"collective": "mpi"}, "collective is 'mpi'"),
+        ({"collective": "gloo", "collective_seconds": 0}, "collective_seconds is 0"),
+        ({"group_size": 2}, "group_size is 2"),
         ({"chunk_bytes": 1}, "chunk_bytes is 1"),
         ({"host": "0.0.0.0"}, "without a token"),
     ],
@@ -247,3 +252,18 @@ def test_progress_is_told(publish_to, subscribe):
 def test_options_that_make_no_sense_are_refused(subscribe, options, words):
     with pytest.raises(dcs.DcsError, match=words):
         subscribe(model(0), **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"wires": ("rdma",)}, "name one or more of shm, tcp"),
+        ({"rank": 2, "world_size": 2}, "rank 2 of 2"),
+        ({"rank": 0, "world_size": 2}, "needs a session"),
+        ({"rank": 0, "world_size": 2, "session": "s", "collective": "gloo"}, "for a single rank"),
+        ({"chunk_bytes": 1}, "chunk_bytes is 1"),
+    ],
+)
+def test_options_of_a_publisher_that_make_no_sense_are_refused(publish_to, options, words):
+    with pytest.raises(dcs.DcsError, match=words):
+        publish_to(model(0), **options)
