@@ -101,6 +101,22 @@ def test_an_abort_from_another_thread_ends_it_at_once_everywhere(ranks, gather, 
         assert answer["quiet"]
 
 
+def test_a_group_that_is_still_being_made_can_be_aborted(store):
+    group = Group("gloo", store.host, store.port, "alone", 0, 2, 60.0, wait=False)
+    timer = threading.Timer(0.2, group.abort, ("this member is closing",))
+    timer.start()
+    began = time.monotonic()
+    with pytest.raises(CollectiveBroken, match="closing"):
+        group.broadcast(torch.zeros(4, dtype=torch.uint8))
+    assert time.monotonic() - began < SLACK
+    timer.join()
+    with pytest.raises(CollectiveBroken, match="closing"):
+        group.ready()
+    began = time.monotonic()
+    group.close()
+    assert time.monotonic() - began < SLACK
+
+
 def test_what_on_bucket_raises_comes_out_and_breaks_the_group(ranks, gather, together):
     members = ranks(2)
     gather(members)

@@ -124,11 +124,22 @@ def test_host_memory_is_registered_once_and_a_refusal_is_said(monkeypatch, code)
     mirror, _ = DeviceMirror.allocate(layout, "cpu")
     assert mirror is not None
     mirror._stream = object()  # type: ignore[assignment]  # as on a GPU
+    monkeypatch.setattr(mirror, "wait", lambda seconds: None)
     host = torch.zeros(mirror.nbytes, dtype=torch.uint8)
     first, again = mirror.pin(host), mirror.pin(host)
     assert len(cudart.registered) == (2 if code else 1)  # writable, and then for reading only
     assert first == again == mirror.unpinned
     assert ("errors [2, 2]" in first) == bool(code)
+    if not code:  # a member's arenas come and go: only the last few stay pinned
+        others = [torch.zeros(mirror.nbytes, dtype=torch.uint8) for _ in range(5)]
+        for other in others[:4]:
+            mirror.pin(other)
+        mirror.pin(host)
+        mirror.pin(others[4])
+        kept = [host, *others[1:]]
+        assert sorted(cudart.registered) == sorted(tensor.data_ptr() for tensor in kept)
+        for other in others:
+            mirror.unpin(other)
     mirror.unpin(host)
     assert cudart.registered == ([host.data_ptr()] * 2 if code else [])
     mirror._stream = None

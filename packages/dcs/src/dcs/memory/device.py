@@ -16,6 +16,8 @@ from dcs.errors import Closed, Timeout
 from dcs.layout import Layout
 
 _PORTABLE, _READ_ONLY = 1, 8  # cudaHostRegister's flags: for all contexts of the process; never written
+_MOST_PINNED = 5  # regions of host memory; as many as a member has arenas
+_SETTLE_SECONDS = 30.0  # for copies under way
 _LOOK_SECONDS = 0.0005  # CUDA has no wait with a deadline, so its events are looked at this often
 
 
@@ -70,13 +72,14 @@ class DeviceMirror:
     def pin(self, host: torch.Tensor) -> str:
         """Page-lock `host` (uint8 [nbytes], such as an arena's), in place; "" or why it stays unpinned.
 
-        Takes about 0.1 s a GB the first time and nothing after that: arenas are used again. `unpin` it before
-        its memory is unmapped.
+        Costs something the first time and nothing after that: arenas are used again. What is pinned is kept
+        alive; of more than a few regions the one that was used longest ago is given up.
         """
         if self._stream is None or host.is_pinned() or not len(host):
             return ""
         region = (host.data_ptr(), len(host))
         if region in self._pinned:
+            self._pinned[region] = self._pinned.pop(region)  # the newest
             return ""
         if region in self._refused:
             return self.unpinned
@@ -93,13 +96,16 @@ class DeviceMirror:
             self.unpinned = f"cudaHostRegister of {len(host)} bytes gave errors {codes}"
             return self.unpinned
         self._pinned[region] = host
+        if len(self._pinned) > _MOST_PINNED:
+            self.unpin(next(iter(self._pinned.values())))
         return ""
 
     def unpin(self, host: torch.Tensor) -> None:
-        """Undo `pin`; nothing when it was not pinned. No copy from it may be under way."""
+        """Undo `pin`, when copies are done; nothing when it was not pinned."""
         region = (host.data_ptr(), len(host))
         self._refused.discard(region)
         if self._pinned.pop(region, None) is not None:
+            self.wait(_SETTLE_SECONDS)
             cudart: Any = torch.cuda.cudart()
             cudart.cudaHostUnregister(region[0])
 
@@ -141,7 +147,7 @@ class DeviceMirror:
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self.device))
 
-    def close(self, seconds: float = 30.0) -> None:
+    def close(self, seconds: float = _SETTLE_SECONDS) -> None:
         """Wait for copies under way and give the memory back, once nobody has views of it; idempotent."""
         if self._closed:
             return

@@ -156,6 +156,8 @@ class Group:
         key: names the group in the store.
         rank, size: of this member.
         deadline_seconds: how long making the group may take, and each `broadcast`.
+        wait: until the group is made. Without it, it is made in the background, and the first `broadcast`
+            waits for it: so another thread can `abort` meanwhile.
 
     Raises `CollectiveBroken` when the group has not come together in time; ValueError for arguments that
     cannot be right.
@@ -171,6 +173,7 @@ class Group:
         size: int,
         deadline_seconds: float,
         device: torch.device | str | None = None,
+        wait: bool = True,
     ) -> None:
         if not 0 <= rank < size:
             raise ValueError(f"rank {rank} of a collective group of {size}: ranks are 0 to {size - 1}")
@@ -188,7 +191,7 @@ class Group:
         self._failure = ""  # to make it
         self._reason = ""  # why it cannot be used any more
         self._closing = False
-        began = time.monotonic()
+        self._began = began = time.monotonic()
 
         def make() -> Transport:
             # A little before the caller gives up, so that it hears who did not come.
@@ -207,11 +210,27 @@ class Group:
             target=self._drive, args=(make,), name=f"dcs-{backend}-{key}", daemon=True
         )
         self._thread.start()
+        if wait:
+            self.ready()
+
+    def ready(self) -> None:
+        """Wait until the group is made, by its deadline. Raises `CollectiveBroken` and `Closed`."""
+        self._made()
+
+    def _made(self) -> Transport:
         with self._lock:
-            cause = self._attend(lambda: bool(self._transport or self._failure), began + deadline_seconds, ())
-            if self._transport is None:
-                self.close()
-                raise CollectiveBroken(key, rank, size, -1, cause or self._failure)
+            if self._transport is None and not self._closing:
+                deadline = self._began + self._deadline_seconds
+                cause = self._attend(lambda: bool(self._transport or self._failure), deadline, ())
+                if self._transport is None:
+                    self._reason = self._reason or cause or self._failure
+                    self.close()
+                    raise CollectiveBroken(self.key, self.rank, self.size, -1, self._reason)
+            if self._reason:
+                raise CollectiveBroken(self.key, self.rank, self.size, 0, self._reason)
+            if self._closing or self._transport is None:
+                raise Closed(f"collective group {self.key!r} was closed")
+            return self._transport
 
     def broadcast(
         self,
@@ -241,11 +260,7 @@ class Group:
         if not 0 <= source < self.size or bucket_bytes < 1:
             raise ValueError(f"source {source} of {self.size}, buckets of {bucket_bytes} bytes")
         with self._lock:
-            transport = self._transport
-            if self._closing or transport is None:
-                raise Closed(f"collective group {self.key!r} was closed")
-            if self._reason:
-                raise CollectiveBroken(self.key, self.rank, self.size, 0, self._reason)
+            transport = self._made()
             seconds = self._deadline_seconds if deadline_seconds is None else deadline_seconds
             job = _Job(flat.split(bucket_bytes) if len(flat) else (), source, time.monotonic() + seconds)
             with self._work:
