@@ -200,7 +200,7 @@ class Runs(RuleBasedStateMachine):
 
 TestRuns = Runs.TestCase
 TestRuns.settings = settings(
-    max_examples=80,
+    max_examples=60,
     stateful_step_count=30,
     deadline=None,
     derandomize=True,
