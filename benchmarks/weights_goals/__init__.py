@@ -1,0 +1,1 @@
+"""The goals of dcs, a file each; `weights.py` runs them."""
