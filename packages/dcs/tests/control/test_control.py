@@ -283,7 +283,7 @@ def test_a_lost_coordinator_is_no_error_for_next_but_for_health(stack, eventuall
 
 @pytest.mark.parametrize("name", ["", "x" * 300, 7, object()])
 def test_a_name_that_cannot_be_one_fails_its_caller_at_once(coordinator, name):
-    with pytest.raises(dcs.DcsError, match="name is .* 1 to 256 characters"):
+    with pytest.raises(dcs.DcsError, match=r"name is .* 1 to 256 characters"):
         dcs.Subscriber(coordinator.address, name=name, layout=dcs.layout.of(TENSORS))
 
 

@@ -139,7 +139,9 @@ class Join(msgspec.Struct, frozen=True, tag="join"):
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
-    """`slow`: members that this one pulls from and that hardly progress."""
+    """`slow`: members that this one pulls from and that hardly progress; from a publisher, members that broke
+    its collective group.
+    """
 
     member: int
     acked: Acked | None = None
@@ -202,7 +204,10 @@ class Roster(msgspec.Struct, frozen=True, tag="roster"):
 
 
 class Complete(msgspec.Struct, frozen=True, tag="complete"):
-    """To publisher ranks: all of them have announced this version; these subscribers are told."""
+    """To publisher ranks: all of them have announced this version; these subscribers are told.
+
+    The newest one of the epoch is repeated, with the roster as it is then, whenever a `Roster` is due.
+    """
 
     epoch: int
     version: int
