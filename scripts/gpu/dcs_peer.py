@@ -2,7 +2,7 @@
 
 dcs_peer.py group BACKEND DEVICE PORT RANK NBYTES DEADLINE
 dcs_peer.py borrow DEVICE NBYTES
-dcs_peer.py subscribe DEVICE NBYTES ADDRESS
+dcs_peer.py subscribe DEVICE NBYTES ADDRESS COLLECTIVE
 """
 
 import json
@@ -11,7 +11,6 @@ import time
 
 import dcs
 import torch
-from dcs.memory.device import DeviceMirror
 from dcs.wire import ipc
 from dcs.wire.collective import CollectiveBroken, Group
 
@@ -74,38 +73,49 @@ def borrow(device: str, nbytes: str) -> dict:
     return answer
 
 
-def subscribe(device: str, nbytes: str, address: str) -> dict:
+def subscribe(device: str, nbytes: str, address: str, collective: str) -> dict:
+    """Takes versions 1 and 2 of a run and compares them, on the device, with what they have to be."""
     layout = dcs.layout.of(weights(int(nbytes)))
-    mirror, reason = DeviceMirror.allocate(layout, device)
-    if mirror is None:
-        return {"reason": reason}
     answer: dict = {"versions": []}
-    with mirror, dcs.Subscriber(address, run="check", name="peer", layout=layout, wires=("tcp",)) as engine:
+    with dcs.Subscriber(
+        address,
+        run="check",
+        name="peer",
+        layout=layout,
+        wires=("tcp",),
+        collective="" if collective == "none" else collective,  # type: ignore[arg-type]
+        collective_seconds=10.0,
+        device=device,
+    ) as engine:
         print(json.dumps({"ready": True}), flush=True)
         for version in (1, 2):
             staged = engine.next(after=version - 1, timeout=60.0)
             if staged is None or staged.version != version:
                 return answer | {"reason": f"asked for version {version}, got {staged}"}
-            began = time.perf_counter()
-            arena = next(iter(staged.tensors.values())).untyped_storage()  # that all of them are views of
-            host = torch.empty(0, dtype=torch.uint8).set_(arena)[: mirror.nbytes]  # type: ignore[call-overload]
-            mirror.copy(host)
-            mirror.wait(60.0)
-            seconds = time.perf_counter() - began
+            there = {tensor.device.type for tensor in staged.tensors.values()} == {torch.device(device).type}
             equal = all(
-                torch.equal(mirror.tensors[name].view(torch.int16).cpu(), tensor.view(torch.int16))
+                torch.equal(staged.tensors[name].view(torch.int16).cpu(), tensor.view(torch.int16))
                 for name, tensor in weights(int(nbytes), version).items()
             )
+            live = {name: torch.empty_like(tensor) for name, tensor in staged.tensors.items()}
+            began = time.perf_counter()
+            for name, tensor in live.items():
+                tensor.copy_(staged.tensors[name])
+            if there and device.startswith("cuda"):
+                torch.cuda.synchronize()
+            pause = time.perf_counter() - began
             answer["versions"].append(
                 {
                     "equal": equal,
-                    "transfer": staged.transfer_seconds,
-                    "stage": seconds,
-                    "unpinned": mirror.unpinned,
+                    "there": there,
+                    "wire": staged.wire,
+                    "seconds": staged.transfer_seconds,
+                    "pause": pause,
+                    "staging": engine.health().staging,
                 }
             )
-            staged.ack()
-            del staged, host, arena
+            staged.ack(pause)
+            del staged
     return answer
 
 
