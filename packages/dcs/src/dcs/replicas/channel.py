@@ -8,6 +8,7 @@ it.
 import math
 import os
 import socket
+import ssl
 import struct
 import time
 
@@ -17,11 +18,13 @@ import xxhash
 from dcs.errors import ProtocolError, ProtocolMismatch
 from dcs.replicas.messages import MAX_MESSAGE_BYTES, PROTOCOL, Answer, Ranges, Request, Shard
 from dcs.wire import streams
+from dcs.wire.tls import handshake
 
 SOCKET_BUFFER_BYTES = 4 << 20
 MAX_HELLO_BYTES = 64 << 10
 
 _MAGIC = b"dcsk"
+_TLS_RECORDS = (b"\x15", b"\x16")  # an alert, a handshake
 _FRAME = struct.Struct("<4sHBxII")
 _MESSAGE, _CHUNK = 0, 1
 _ENCODER = msgspec.msgpack.Encoder()
@@ -65,6 +68,11 @@ class Channel:
         if self.local:  # a TCP socket is left to the kernel, which grows its buffers with the distance
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER_BYTES)
         self.set_deadline(seconds)
+
+    def shake_hands(self, seconds: float) -> None:
+        """Agree on keys, over a socket that was wrapped for TLS. Raises as `tls.handshake`."""
+        if isinstance(self._sock, ssl.SSLSocket):
+            handshake(self._sock, self._peer, seconds)
 
     def set_deadline(self, seconds: float) -> None:
         """Bound every read and write from now on: so long may pass without a byte. At least 1 ms."""
@@ -168,9 +176,8 @@ class Channel:
     def _header(self, first: bytes = b"", deadline: float = math.inf) -> tuple[bytes, int, int, int, int]:
         header = _FRAME.unpack(first + streams.receive(self._sock, _FRAME.size - len(first), deadline))
         if header[0] != _MAGIC:
-            raise ProtocolError(
-                f"{self._peer} sent {header[0]!r}, which opens no frame; is the address right?"
-            )
+            hint = "give tls=... to both sides" if header[0][:1] in _TLS_RECORDS else "is the address right?"
+            raise ProtocolError(f"{self._peer} sent {header[0]!r}, which opens no frame; {hint}")
         if header[1] != PROTOCOL:
             raise ProtocolMismatch(
                 f"{self._peer} speaks replica protocol {header[1]}, this side speaks {PROTOCOL}; install "

@@ -13,6 +13,7 @@ import msgspec
 from dcs.errors import DcsError
 from dcs.replicas.keeper import Keeper
 from dcs.replicas.process import Failed, Ready
+from dcs.wire.tls import Tls
 
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -77,6 +78,11 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--idle-seconds", type=float, default=None, help="end when nobody has been connected for so long"
     )
+    parser.add_argument("--certificate", default=None, metavar="PEM", help="for TLS: this keeper's own")
+    parser.add_argument("--key", default=None, metavar="PEM", help="its private key")
+    parser.add_argument(
+        "--authority", default=None, metavar="PEM", help="who signs the certificates of ranks"
+    )
     parser.add_argument("--parent", type=int, default=None, metavar="PID", help="end when this process ends")
     parser.add_argument("--report", action="store_true", help="print what is wrong as a line of JSON, too")
 
@@ -86,6 +92,14 @@ def _bytes(text: str) -> int:
         if text.endswith(unit):
             return int(float(text.removesuffix(unit)) * factor)
     return int(text)
+
+
+def _tls(options: argparse.Namespace) -> Tls | None:
+    if options.certificate is None and options.key is None and options.authority is None:
+        return None
+    if options.certificate is None or options.key is None:
+        raise DcsError("--certificate and --key are given together, --authority only with them")
+    return Tls(options.certificate, options.key, options.authority)
 
 
 def _serve(options: argparse.Namespace) -> int:
@@ -106,6 +120,7 @@ def _serve(options: argparse.Namespace) -> int:
             options.max_bytes,
             options.domain,
             not options.no_shared_memory,
+            _tls(options),
         ) as keeper:
             print(msgspec.json.encode(Ready(keeper.address, os.getpid())).decode(), flush=True)
             _until_told(watched, keeper, options.idle_seconds)

@@ -39,6 +39,7 @@ from dcs.replicas.messages import (
     Welcome,
 )
 from dcs.wire.machine import machine_id
+from dcs.wire.tls import Tls, server_context, wrap
 
 MAX_CONNECTIONS = 4096
 HELLO_SECONDS = 5.0
@@ -64,6 +65,7 @@ class Keeper:
         domain: what fails together with this keeper, such as a rack; None takes the host's name.
         share_memory: whether ranks on this machine hand their memory over (a memfd that is mapped here,
             without a copy) rather than send it.
+        tls: this keeper's certificate, to encrypt what comes over TCP; ranks have to give some, too.
 
     Attributes: `address` is `tcp://host:port`.
     Raises `Unauthorized` (no token off loopback) and `DcsError` (the port is taken).
@@ -77,6 +79,7 @@ class Keeper:
         max_bytes: int | None = None,
         domain: str | None = None,
         share_memory: bool = True,
+        tls: Tls | None = None,
     ) -> None:
         require_token(host, token, "the keeper")
         if max_bytes is not None and max_bytes <= 0:
@@ -84,6 +87,7 @@ class Keeper:
         self.memory = Memory(default_max_bytes() if max_bytes is None else max_bytes)
         self.holdings = Holdings(self.memory)
         self._token = token
+        self._tls = None if tls is None else server_context(tls)
         self._lock = threading.Lock()
         self._connections: list[_Connection] = []
         self._closed = False
@@ -192,6 +196,8 @@ class Keeper:
                 if self._closed or len(self._connections) >= MAX_CONNECTIONS:
                     sock.close()
                     continue
+                if self._tls is not None and sock.family != socket.AF_UNIX:
+                    sock = wrap(sock, self._tls)
                 connection = _Connection(self, sock)
                 self._connections.append(connection)
                 connection.thread.start()
@@ -229,6 +235,8 @@ class _Connection:
             return
 
     def _welcome(self) -> bool:
+        self.channel.shake_hands(HELLO_SECONDS)
+        self.channel.set_deadline(HELLO_SECONDS)
         answer = self._keeper.authorize(self.channel.hello(HELLO_SECONDS))
         self.channel.send(answer)
         self.channel.set_deadline(STALL_SECONDS)

@@ -1,5 +1,6 @@
 """A rank's side of one keeper: a thread that watches what it holds, and a connection that shards go over."""
 
+import ssl
 import threading
 import time
 from collections.abc import Callable
@@ -29,6 +30,7 @@ from dcs.replicas.messages import (
     Welcome,
 )
 from dcs.wire.machine import machine_id
+from dcs.wire.tls import wrap
 
 CONNECT_SECONDS = 3.0
 WATCH_SECONDS = 2.0  # between two signs of life from a keeper of which nothing changes
@@ -59,11 +61,14 @@ class Link:
         welcome: what it last said about itself.
     """
 
-    def __init__(self, address: str, who: str, token: str | None, watcher: Watcher) -> None:
+    def __init__(
+        self, address: str, who: str, token: str | None, watcher: Watcher, tls: ssl.SSLContext | None = None
+    ) -> None:
         self.address = address
         self._host, self._port = parse(address)
         self._hello = Hello(who, token)
         self._watcher = watcher
+        self._tls = tls
         self._machine = machine_id()
         self.view: Inventory | None = None
         self.fault: DcsError | None = None
@@ -232,6 +237,8 @@ class Link:
                 sock = connect_local(welcome.path, CONNECT_SECONDS)
             else:
                 sock = connect(self._host, self._port, CONNECT_SECONDS)
+                if self._tls is not None:
+                    sock = wrap(sock, self._tls, self._host)
         except OSError as error:
             raise KeeperLost(f"keeper {self.address} cannot be reached: {error}") from error
         channel = Channel(sock, CONNECT_SECONDS, f"keeper {self.address}")
@@ -240,6 +247,8 @@ class Link:
         try:
             if self._closing.is_set():
                 raise Closed("the replicas were closed")
+            channel.shake_hands(CONNECT_SECONDS)
+            channel.set_deadline(CONNECT_SECONDS)
             answer = channel.ask(self._hello)
             if isinstance(answer, Refused):
                 raise from_refusal(answer.code, answer.message)

@@ -10,6 +10,8 @@ from dcs.replicas.errors import KeeperFull
 
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
+KEPT_SPARE = 256  # a buffer goes when so many were asked for and none was of its size
+
 
 class Region:
     """Memory that holds one shard. `memory` is what can be read and written, `nbytes` what it counts for."""
@@ -17,6 +19,7 @@ class Region:
     def __init__(self, mapping: mmap.mmap, nbytes: int, mapped: bool) -> None:
         self.memory = memoryview(mapping)
         self.nbytes = nbytes
+        self.spare_since = 0
         self.mapped = mapped  # a rank's own memory, rather than a buffer of this process
 
 
@@ -32,6 +35,7 @@ class Memory:
         self._lock = threading.Lock()
         self._used = 0
         self._spare: list[Region] = []
+        self._asked = 0  # how many buffers have been asked for
 
     @property
     def used_bytes(self) -> int:
@@ -42,6 +46,9 @@ class Memory:
     def buffer(self, nbytes: int, what: str) -> Region:
         """A writable buffer of `nbytes`. Raises `KeeperFull`."""
         with self._lock:
+            self._asked += 1
+            while self._spare and self._asked - self._spare[0].spare_since > KEPT_SPARE:
+                self._used -= self._spare.pop(0).nbytes
             for region in self._spare:
                 if region.nbytes == nbytes:
                     self._spare.remove(region)
@@ -80,6 +87,7 @@ class Memory:
                 self._used -= region.nbytes
                 region.memory.release()
             else:
+                region.spare_since = self._asked
                 self._spare.append(region)
 
     def trim(self) -> None:

@@ -11,6 +11,7 @@ import msgspec
 
 from dcs.errors import DcsError, Timeout
 from dcs.replicas.errors import from_refusal
+from dcs.wire.tls import Tls
 
 _STOP_SECONDS = 5.0
 
@@ -67,6 +68,7 @@ def serve_keeper(
     max_bytes: int | None = None,
     domain: str | None = None,
     share_memory: bool = True,
+    tls: Tls | None = None,
     idle_seconds: float | None = None,
     parent: int | None = None,
     timeout: float = 30.0,
@@ -74,8 +76,8 @@ def serve_keeper(
     """Start a keeper in its own process and session; returns when it can be reached.
 
     Args:
-        host, port, token, max_bytes, domain, share_memory: as for `Keeper`. Give a fixed port to a keeper
-            that the next start of a run has to find again.
+        host, port, token, max_bytes, domain, share_memory, tls: as for `Keeper`. Give a fixed port to a
+            keeper that the next start of a run has to find again.
         idle_seconds: it ends when nobody has been connected for so long; None: never.
         parent: id of a process that it ends with, `os.getpid()` say; None: it outlives this one.
         timeout: seconds to get ready.
@@ -89,6 +91,9 @@ def serve_keeper(
         ("--domain", domain),
         ("--idle-seconds", idle_seconds),
         ("--parent", parent),
+        ("--certificate", None if tls is None else tls.certificate),
+        ("--key", None if tls is None else tls.key),
+        ("--authority", None if tls is None else tls.authority),
     ):
         command += [] if value is None else [option, str(value)]
     command += [] if share_memory else ["--no-shared-memory"]

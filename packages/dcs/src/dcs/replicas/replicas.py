@@ -18,6 +18,7 @@ from dcs.replicas.restoring import CONNECT_SECONDS, census_now, fetch_tree
 from dcs.replicas.saving import Journey, Saved, Saving, Stats
 from dcs.replicas.shipping import Shipping
 from dcs.replicas.tree import Tree, flatten
+from dcs.wire.tls import Tls, client_context
 
 _REMEMBERED = 64  # steps that `wait` knows
 
@@ -37,6 +38,7 @@ class Replicas:
         token: the keepers' secret.
         session: names this start of the run, and has to be new for each; equal in all ranks. May be left out
             by a single rank.
+        tls: certificates, for keepers that were given some.
         block_seconds: `save` never waits longer than this (and `shipping.RECLAIM_SECONDS`) for memory; after
             that an older step that is not complete gives its memory up.
         connect_seconds: within which the keepers have to be reached.
@@ -57,6 +59,7 @@ class Replicas:
         keep: int = 2,
         token: str | None = None,
         session: str | None = None,
+        tls: Tls | None = None,
         block_seconds: float = 10.0,
         connect_seconds: float = CONNECT_SECONDS,
     ) -> None:
@@ -90,7 +93,8 @@ class Replicas:
         self._completed: int | None = None
         self._census = Census((), {}, {})
         who = f"rank {rank} of {name!r} (session {session!r}, process {os.getpid()})"
-        self._links = [Link(address, who, token, self) for address in keepers]
+        context = None if tls is None else client_context(tls)
+        self._links = [Link(address, who, token, self, context) for address in keepers]
         self._shipping = Shipping(copies, keep + 1, self, self._own)
         self._changed = self._shipping.changed
         try:

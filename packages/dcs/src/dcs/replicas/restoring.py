@@ -14,6 +14,7 @@ from dcs.replicas.errors import KeeperLost, WorldSizeMismatch
 from dcs.replicas.link import Link, await_first
 from dcs.replicas.messages import Ask, Fetch, Forget, KeeperStatus, Shard, Watch
 from dcs.replicas.tree import Tree, rebuild
+from dcs.wire.tls import Tls, client_context
 
 CONNECT_SECONDS = 5.0
 TRIES = 2  # of one keeper, for what came damaged
@@ -26,6 +27,7 @@ def restore(
     rank: int = 0,
     world_size: int = 1,
     token: str | None = None,
+    tls: Tls | None = None,
     device: str | torch.device | None = None,
     timeout: float = 60.0,
 ) -> tuple[int, Tree] | None:
@@ -35,23 +37,23 @@ def restore(
     result and errors are those of `Replicas` and `Replicas.restore`.
     """
     deadline = time.monotonic() + timeout
-    with _observing(keepers, name, token, min(CONNECT_SECONDS, timeout)) as links:
+    with _observing(keepers, name, token, tls, min(CONNECT_SECONDS, timeout)) as links:
         newest = census_now(links, Watch(name, "", 0, 1, 0, 0.0)).newest_complete()
         if newest is None:
             return None
         return newest.place.step, fetch_tree(links, name, newest, rank, world_size, device, deadline)
 
 
-def forget(keepers: Sequence[str], name: str, *, token: str | None = None) -> None:
+def forget(keepers: Sequence[str], name: str, *, token: str | None = None, tls: Tls | None = None) -> None:
     """Have every keeper let go of all it holds under `name`. Raises `KeeperLost` unless all are reachable."""
-    with _observing(keepers, name, token, CONNECT_SECONDS) as links:
+    with _observing(keepers, name, token, tls, CONNECT_SECONDS) as links:
         for link in links:
             link.tell(Forget(name))
 
 
-def status(address: str, *, token: str | None = None) -> KeeperStatus:
+def status(address: str, *, token: str | None = None, tls: Tls | None = None) -> KeeperStatus:
     """What one keeper holds. Raises `KeeperLost`, `Unauthorized`."""
-    with _observing([address], "status", token, CONNECT_SECONDS) as [link]:
+    with _observing([address], "status", token, tls, CONNECT_SECONDS) as [link]:
         return link.ask(Ask(), KeeperStatus)
 
 
@@ -154,9 +156,12 @@ class _Observer:
 
 
 @contextmanager
-def _observing(keepers: Sequence[str], name: str, token: str | None, seconds: float) -> Iterator[list[Link]]:
+def _observing(
+    keepers: Sequence[str], name: str, token: str | None, tls: Tls | None, seconds: float
+) -> Iterator[list[Link]]:
     observer = _Observer(name)
-    links = [Link(address, f"an observer of {name!r}", token, observer) for address in keepers]
+    context = None if tls is None else client_context(tls)
+    links = [Link(address, f"an observer of {name!r}", token, observer, context) for address in keepers]
     try:
         for link in links:
             link.start()
