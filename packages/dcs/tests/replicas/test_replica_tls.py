@@ -2,6 +2,8 @@
 
 import os
 import shutil
+import socket
+import struct
 import subprocess
 from pathlib import Path
 
@@ -46,6 +48,17 @@ def test_a_side_without_tls_is_told_so(keeper, replicas, tls):
         replicas([keeper()], tls=tls)
     with pytest.raises(DcsError):
         replicas([keeper(tls=tls)], connect_seconds=3.0)
+
+
+def test_those_who_hang_up_at_once_do_no_harm(keeper, replicas, tls):
+    holder = keeper(tls=tls)
+    host, _, port = holder.address.removeprefix("tcp://").rpartition(":")
+    for data in (b"", b"x", b"\x16\x03\x01"):
+        for _ in range(5):
+            with socket.create_connection((host, int(port)), timeout=10) as sock:
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # resets it
+                sock.sendall(data)
+    assert replicas([holder], tls=tls).save(1, {"w": torch.ones(3)}).wait(20).step == 1
 
 
 def test_a_keeper_process_takes_certificates(tls):

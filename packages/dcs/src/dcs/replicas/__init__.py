@@ -5,8 +5,9 @@ which freezes a tree of tensors and plain data, and sees to it in the background
 
 What is guaranteed:
 
-- `save` returns when the tree is frozen; whoever called may change its tensors at once. It waits at most
-  `block_seconds` for memory, whatever becomes of the keepers.
+- `save` returns when the tree is frozen; whoever called may change its tensors at once. It waits for no
+  keeper, only for memory of its own, and at most `block_seconds` (and five more, for a keeper to let go of
+  what it maps).
 - A step is complete when every rank's shard of it is held by a reachable keeper, whole and of one attempt.
 Only
   complete steps are restored, the newest one, and by all ranks the same: rank 0 chooses. The last `keep`

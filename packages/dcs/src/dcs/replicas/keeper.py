@@ -1,5 +1,6 @@
 """The keeper: a listener, and a thread for every connection, over the `Holdings` of this process."""
 
+import errno
 import hmac
 import os
 import secrets
@@ -44,6 +45,8 @@ from dcs.wire.tls import Tls, server_context, wrap
 MAX_CONNECTIONS = 4096
 HELLO_SECONDS = 5.0
 STALL_SECONDS = 30.0  # without a byte from a rank that is sending or receiving
+EXHAUSTED_SECONDS = 0.1  # between two tries to accept where there is no descriptor left
+_EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 ROUNDS = 4  # how often a damaged chunk is asked for
 
 
@@ -91,6 +94,7 @@ class Keeper:
         self._lock = threading.Lock()
         self._connections: list[_Connection] = []
         self._closed = False
+        self._closing = threading.Event()
         self._idle_since = time.monotonic()
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
@@ -132,6 +136,7 @@ class Keeper:
             if self._closed:
                 return
             self._closed = True
+            self._closing.set()
             connections = list(self._connections)
         self.holdings.close()
         for listener, thread in zip(self._listeners, self._threads, strict=True):
@@ -188,17 +193,24 @@ class Keeper:
                 sock, _ = listener.accept()
             except ConnectionAbortedError:
                 continue  # it hung up before it was accepted
-            except OSError:
-                if self._closed:
+            except OSError as error:
+                if self._closing.is_set():
                     return
-                raise
+                if error.errno not in _EXHAUSTED:
+                    raise
+                self._closing.wait(EXHAUSTED_SECONDS)  # until somebody hangs up
+                continue
             with self._lock:
                 if self._closed or len(self._connections) >= MAX_CONNECTIONS:
                     sock.close()
                     continue
-                if self._tls is not None and sock.family != socket.AF_UNIX:
-                    sock = wrap(sock, self._tls)
-                connection = _Connection(self, sock)
+                try:
+                    if self._tls is not None and sock.family != socket.AF_UNIX:
+                        sock = wrap(sock, self._tls)
+                    connection = _Connection(self, sock)
+                except OSError:
+                    sock.close()
+                    continue  # it hung up already
                 self._connections.append(connection)
                 connection.thread.start()
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from dcs.errors import Closed, DcsError, ProtocolError, ProtocolMismatch, Unauthorized
+from dcs.errors import Closed, DcsError, ProtocolError
 from dcs.replicas.channel import Channel, connect, connect_local, parse, ranges_of
 from dcs.replicas.errors import KeeperLost, from_refusal
 from dcs.replicas.messages import (
@@ -277,7 +277,7 @@ class Link:
                     self._follow(channel)
                 finally:
                     self._close(channel)
-            except (Closed, Unauthorized, ProtocolError, ProtocolMismatch, KeeperLost) as error:
+            except DcsError as error:
                 self._lost(error)
             except OSError as error:
                 self._lost(KeeperLost(f"keeper {self.address} was lost: {error}"))

@@ -211,7 +211,7 @@ class Replicas:
     def restore(
         self, timeout: float = 60.0, device: str | torch.device | None = None
     ) -> tuple[int, Tree] | None:
-        """The newest complete step and this rank's tree of it, or None when there is none.
+        """The newest complete step and this rank's tree of it, or None when the keepers in reach hold none.
 
         All ranks call it together; rank 0 chooses, so that all get the same step. Saving starts anew from
         there: the next step may be any newer than the one restored, and what was not complete is never taken
