@@ -317,7 +317,10 @@ class Publisher:
             self.epoch = message.epoch
             if message.version >= self._newest[0]:
                 self._newest = (message.version, message.root or self._newest[1])
+            tickets = list(self._tickets)
             again = [copy for copy in list(self._shelf.held) if copy.version <= self._published]
+        for ticket in tickets:
+            ticket.expect_again(2 * message.lease_seconds)
         for copy in again:  # the lease had lapsed, or the coordinator is a new one
             if copy.version >= message.version:
                 self._link.offer(message.epoch, copy.version, copy.mark, copy.arena.nbytes)

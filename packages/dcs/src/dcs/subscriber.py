@@ -51,6 +51,7 @@ from dcs.staged import Health, Staged
 from dcs.wire.chunks import unit_of
 from dcs.wire.frames import Hello
 from dcs.wire.gathering import Groups
+from dcs.wire.machine import machine_id
 from dcs.wire.server import ChunkServer
 from dcs.wire.tls import Tls
 
@@ -202,6 +203,7 @@ class Subscriber:
                     group_size=group_size,
                     site=site,
                     collective=collective,
+                    maps=machine_id() if "shm" in wires else "",
                 )
                 self._link.join(join, timeout)
             except BaseException:
@@ -358,6 +360,21 @@ class Subscriber:
     # What the link's thread calls.
 
     def _receive(self, message: FromCoordinator) -> None:
+        self._take_in(message)
+        with self._changed:
+            announced, newest = self._state.announcement, self._slots.newest_whole()
+            if announced is None or newest is None or not newest.is_of(announced):
+                return
+            if newest.target.epoch == announced.epoch:
+                return
+            # The same weights under another epoch, as after a restart of the coordinator or the publisher.
+            newest.target = announced
+            receipt = Receipt(
+                announced.epoch, announced.version, newest.wire, newest.from_ranks, newest.from_peers
+            )
+        self._link.report(staged=receipt)
+
+    def _take_in(self, message: FromCoordinator) -> None:
         with self._changed:
             match message:
                 case Joined():

@@ -64,6 +64,7 @@ class Ticket:
         self._moved_on: dict[str, int] = {}
         self._gone: dict[str, str] = {}
         self._error: DcsError | None = None
+        self._expecting_until = 0.0
 
     @property
     def done(self) -> bool:
@@ -115,13 +116,17 @@ class Ticket:
         self.update(roster)
 
     def update(self, roster: Roster) -> None:
-        """The roster has changed."""
+        """The roster has changed. Whoever is missing is gone, but for a while after `expect_again`."""
         now = time.monotonic()
         with self._changed:
+            numbers = {standing.name: member for member, standing in roster.live.items()}
             for member, name in list(self._pending.items()):
-                standing = roster.live.get(member)
+                standing = roster.live.get(numbers.get(name, member))
                 if standing is None:
-                    self._gone[name] = roster.departed.get(member, "it is no member any more")
+                    reason = roster.departed.get(member)
+                    if reason is None and now < self._expecting_until:
+                        continue
+                    self._gone[name] = reason or "it is no member any more"
                 elif standing.acked is None or standing.acked.version < self.version:
                     continue
                 elif standing.acked.version == self.version:
@@ -131,6 +136,11 @@ class Ticket:
                     self._moved_on[name] = standing.acked.version
                 del self._pending[member]
             self._changed.notify_all()
+
+    def expect_again(self, seconds: float) -> None:
+        """The coordinator may be a new one: subscribers have this long to join it again."""
+        with self._changed:
+            self._expecting_until = time.monotonic() + seconds
 
     def fail(self, error: DcsError) -> None:
         """Nobody will be heard of any more."""

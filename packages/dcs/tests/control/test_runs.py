@@ -87,8 +87,10 @@ def test_a_group_commits_what_all_of_it_have(talk):
     assert commits() == [0, 0]
     said.announce("p", 1)
     said.stage("s1", 1)
-    assert commits() == [0, 0]
     said.stage("s0", 1)
+    said.ack("s0", 0)
+    assert commits() == [0, 0]  # "s1" was told to commit version 0, and has not yet
+    said.ack("s1", 0)
     assert commits() == [1, 1]
 
 

@@ -195,7 +195,8 @@ def test_whatever_the_mesh(mesh):
     mapping = {(r.endpoint.machine, r.layout) for r in ranks if r.endpoint.path}
 
     def maps_a_rank(member: Receiver) -> bool:
-        return member.endpoint is not None and (member.endpoint.machine, member.layout) in mapping
+        own = member.endpoint
+        return own is not None and bool(own.path) and (own.machine, member.layout) in mapping
 
     for key in {(member.site, member.layout) for member in members}:
         group = [member for member in members if (member.site, member.layout) == key]

@@ -1,6 +1,8 @@
 """Versions by broadcast, with another wire for whatever fails; versions that are staged on a device too."""
 
 import signal
+import subprocess
+import sys
 
 import dcs
 import pytest
@@ -65,6 +67,28 @@ def test_a_peer_that_is_gone_costs_one_deadline_and_the_version_comes(
         publisher.publish(version, model(version))
         assert take(survivor, version).transfer_seconds < 5
     process.signal(signal.SIGCONT) if how == signal.SIGSTOP else None
+
+
+def test_a_process_ends_well_while_a_group_is_waiting_for_a_peer(coordinator):
+    script = """
+import sys, dcs, torch
+tensors = {"a": torch.zeros(1000)}
+layout = dcs.layout.of(tensors)
+options = dict(collective="gloo", collective_seconds=4.0)
+publisher = dcs.Publisher(sys.argv[1], run="r", layout=layout, **options)
+subscriber = dcs.Subscriber(sys.argv[1], run="r", name="e", layout=layout, **options)
+subscriber._puller._groups.broadcast = lambda *_: subscriber._puller._groups.wait.wait()
+subscriber._puller._groups.wait = __import__("threading").Event()
+publisher.publish(0, tensors)
+subscriber._puller._groups.wait.wait(0.5)
+subscriber._puller._groups.wait.set()
+subscriber.close()
+publisher.close()
+print("closed")
+"""
+    command = [sys.executable, "-c", script, coordinator.address]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (ended.stdout, ended.returncode) == ("closed\n", 0), ended.stderr
 
 
 def test_a_broadcast_that_is_damaged_is_mended_over_tcp(publish_to, subscribe, monkeypatch):

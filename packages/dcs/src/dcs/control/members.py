@@ -99,4 +99,6 @@ class Member:
     def as_receiver(self, holds: bool) -> Receiver:
         """What the topology needs to know of a subscriber."""
         join = self.join
-        return Receiver(self.id, join.name, self.fingerprint, join.endpoint, join.site, holds, self.slow)
+        return Receiver(
+            self.id, join.name, self.fingerprint, join.endpoint, join.site, holds, self.slow, join.maps
+        )

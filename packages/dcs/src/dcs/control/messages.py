@@ -118,7 +118,9 @@ class Standing(msgspec.Struct, frozen=True):
 
 
 class Join(msgspec.Struct, frozen=True, tag="join"):
-    """`session` names a gang of publisher ranks. Subscribers that give the same `group` commit together."""
+    """`session` names a gang of publisher ranks. Subscribers that give the same `group` commit together;
+    `maps` is the machine whose memory a subscriber can map ("" when it maps none).
+    """
 
     request: int
     role: Literal["publisher", "subscriber"]
@@ -136,6 +138,7 @@ class Join(msgspec.Struct, frozen=True, tag="join"):
     collective: Literal["", "nccl", "gloo"] = ""
     store: Store | None = None
     known: Known | None = None
+    maps: Annotated[str, msgspec.Meta(max_length=256)] = ""
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):

@@ -68,6 +68,7 @@ class Run:
         self._announcement: Announcement | None = None
         self._same_version: set[int] = set()  # epochs that have announced the newest version, bit for bit
         self._commits: dict[str, int] = {}  # by group, what all of it have staged
+        self._committing: dict[str, set[int]] = {}  # by group, the members that were told so
         self._fabric: Fabric | None = None
         self._roster: Roster | None = None
         self._complete: Complete | None = None
@@ -128,6 +129,7 @@ class Run:
         group = member.join.group
         if group and not any(other.join.group == group for other in self.subscribers.values()):
             self._commits.pop(group, None)
+            self._committing.pop(group, None)
         else:
             self._settle_group(group)
 
@@ -166,6 +168,7 @@ class Run:
         """A subscriber has committed `member.acked`."""
         self._roster = None
         self.roster_is_stale = True
+        self._settle_group(member.join.group)
         entry = self.history.newest(member.acked_version)
         if entry is not None:
             delivery = entry.delivery(member.id, member.name)
@@ -324,14 +327,22 @@ class Run:
         return staged is not None and staged.version == self.version and staged.epoch in self._same_version
 
     def _settle_group(self, group: str) -> None:
-        """Commit what all of a group have, if they all have the same, and they are all there."""
+        """Commit what all of a group have, if they all have the same, and they are all there.
+
+        Not before all that were told the version before have committed it: so the ranks of an engine commit
+        the same versions in the same order.
+        """
         if not group:
             return
         members = [member for member in self.subscribers.values() if member.join.group == group]
         versions = {member.staged_version for member in members}
         if len(versions) != 1 or len(members) < max(member.join.group_size for member in members):
             return
-        version = versions.pop()
-        if version > self._commits.get(group, -1):
+        version, before = versions.pop(), self._commits.get(group, -1)
+        told = self._committing.get(group, set())
+        if any(member.id in told and member.acked_version < before for member in members):
+            return
+        if version > before:
             self._commits[group] = version
+            self._committing[group] = {member.id for member in members}
             self.stale.update(members)

@@ -53,6 +53,7 @@ class Receiver:
     site: str = ""
     holds: bool = False
     slow: bool = False
+    maps: str = ""
 
 
 def assign(
@@ -183,9 +184,7 @@ class _Group:
 
     def mappable(self, me: Receiver) -> Receiver | None:
         """The head of my machine, when that is not me and I can map it."""
-        if me.endpoint is None or not me.endpoint.path:
-            return None
-        head = self._heads.get(me.endpoint.machine)
+        head = self._heads.get(_maps(me))
         return None if head is None or head.member == me.member else head
 
     def holders(self, me: Receiver) -> Iterator[Receiver]:
@@ -232,9 +231,15 @@ def _relays(member: Receiver) -> bool:
     return member.endpoint is not None and not member.slow and _domain(member.endpoint) is not None
 
 
+def _maps(member: Receiver) -> str:
+    """The machine whose memory it maps; "" when it maps none."""
+    own = member.endpoint
+    return member.maps or ("" if own is None or not own.path else own.machine)
+
+
 def _place(member: Receiver) -> tuple[str, str]:
-    """Its machine ("" when it is not known) and layout."""
-    return "" if member.endpoint is None else member.endpoint.machine, member.layout
+    """The machine whose memory it maps, and its layout."""
+    return _maps(member), member.layout
 
 
 def _parent(index: int, size: int) -> int:

@@ -6,6 +6,7 @@ daemon thread of the group, and the caller waits for that thread under a deadlin
 connections to the peers. Whatever torch does, the caller goes on.
 """
 
+import atexit
 import os
 import re
 import select
@@ -55,6 +56,16 @@ class CollectiveBroken(DcsError):
             " the members that live, and pull what is missing over tcp"
         )
         self.rank, self.size, self.bucket, self.cause, self.quiet = rank, size, bucket, cause, quiet
+
+
+_held_back: list[tuple[threading.Thread, float]] = []  # by torch, and until when at the latest
+
+
+@atexit.register
+def _wait_for_held_back() -> None:
+    """A thread that is still inside torch when the interpreter ends would take the process down (SIGABRT)."""
+    for thread, until in _held_back:
+        thread.join(max(0.0, until - time.monotonic()))
 
 
 class Transport(Protocol):
@@ -312,6 +323,9 @@ class Group:
             self.abort(_CLOSED)
         self._bell.ring()
         self._thread.join(_JOIN_SECONDS if not self._reason else _JOIN_SECONDS / 10)
+        if self._thread.is_alive():
+            _held_back[:] = [held for held in _held_back if held[0].is_alive()]
+            _held_back.append((self._thread, time.monotonic() + self._deadline_seconds + _SETTLE_SECONDS))
         if self._lock.acquire(timeout=_JOIN_SECONDS):  # else a broadcast is on its way out, and closes it
             self._bell.close()
             self._lock.release()

@@ -48,6 +48,7 @@ class Groups:
                 gathering.size,
                 self._seconds,
                 self._device,
+                wait=False,  # `broadcast` does, and `abort` reaches it
             )
         try:
             group.broadcast(flat, bucket_bytes=BUCKET_BYTES)

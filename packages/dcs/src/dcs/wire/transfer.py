@@ -82,9 +82,7 @@ class Transfer:
                 copy.missing[index] = 0
                 copy.hashes[index] = value
             else:
-                copy.selected.setdefault(progress.stream.key, [None] * len(progress.stream))[
-                    index
-                ] = value
+                copy.selected.setdefault(progress.stream.key, [None] * len(progress.stream))[index] = value
                 for touched, size in progress.stream.touched[index]:
                     copy.missing[touched] = max(0, copy.missing[touched] - size)
             self.heard = time.monotonic()
