@@ -319,7 +319,7 @@ class Puller:
                     lane.connection.cut()
             return _WATCH_SECONDS
 
-        run_lanes(lanes, transfer, watch)
+        run_lanes(lanes, watch)
 
     def _account(self, job: Job, lanes: list[Lane], sources: dict[int, Source]) -> None:
         """Take what the lanes have brought into the books, and their connections back."""
@@ -369,7 +369,7 @@ class Puller:
     def _complete(self, job: Job, copy: Copy, wire: str) -> None:
         with self._shelf.changed:
             copy.complete = True
-            self._shelf.changed.notify_all()
+            self._shelf.notify()
         job.wire = wire
         if self._progress is not None:
             self._progress(self._nbytes, self._nbytes, job.target.version)

@@ -112,7 +112,7 @@ class Shelf:
     """Copies, oldest first, and spare arenas.
 
     Attributes:
-        changed: guards everything here and in the copies; notified when bytes arrive or a reader leaves.
+        changed: guards everything here and in the copies; see `notify`.
     """
 
     def __init__(self, layout: Layout) -> None:
@@ -122,6 +122,12 @@ class Shelf:
         self._free: deque[Arena] = deque()
         self._limbo: list[Copy] = []  # superseded, and still mapped by readers that will let go of them
         self._owned = 0
+        self._waiting = 0
+
+    def notify(self) -> None:
+        """Wake those who wait for something here, if any; with `changed` held."""
+        if self._waiting:
+            self.changed.notify_all()
 
     def spare(self) -> Arena | None:
         """An arena that nobody uses; None when there are two already."""
@@ -141,14 +147,14 @@ class Shelf:
         """
         with self.changed:
             oldest.closing = True
-            self.changed.wait_for(lambda: not oldest.readers, grace)
+            self._wait_for(lambda: not oldest.readers, grace)
             oldest.retired = True
             self._end_sending(oldest)
             self.held.remove(oldest)
             if self._dismiss(oldest):
                 return oldest.arena
             if not self._free and self._owned >= MAX_ARENAS:
-                self.changed.wait_for(lambda: self._free, _CUT_SECONDS)
+                self._wait_for(lambda: self._free, _CUT_SECONDS)
             if self._free:
                 return self._free.popleft()
             if self._owned < MAX_ARENAS:
@@ -162,7 +168,7 @@ class Shelf:
         """Make a copy readable."""
         with self.changed:
             self.held.append(copy)
-            self.changed.notify_all()
+            self.notify()
 
     def withdraw(self, copy: Copy) -> None:
         """Take a copy back at once; its arena is free when its readers have gone."""
@@ -174,13 +180,13 @@ class Shelf:
             self.held.remove(copy)
             if self._dismiss(copy):
                 self._free.append(copy.arena)
-            self.changed.notify_all()
+            self.notify()
 
     def release(self, arena: Arena) -> None:
         """Give back an arena that was reserved and not put."""
         with self.changed:
             self._free.append(arena)
-            self.changed.notify_all()
+            self.notify()
 
     def open(self, reader: Reader, version: int, mark: bytes, seconds: float) -> Copy:
         """The copy of a version, for reading; it stays until `close`.
@@ -195,7 +201,7 @@ class Shelf:
             return None
 
         with self.changed:
-            self.changed.wait_for(lambda: found() or self._newest() > version, seconds)
+            self._wait_for(lambda: found() or self._newest() > version, seconds)
             copy = found()
             if copy is None:
                 raise Superseded
@@ -213,7 +219,7 @@ class Shelf:
     def await_chunk(self, copy: Copy, ready: Callable[[], bool], seconds: float) -> bool:
         """Wait until `ready`; False when the time is over. Raises `Superseded` when the copy is retired."""
         with self.changed:
-            self.changed.wait_for(lambda: copy.retired or ready(), seconds)
+            self._wait_for(lambda: copy.retired or ready(), seconds)
             if copy.retired:
                 raise Superseded
             return ready()
@@ -232,7 +238,7 @@ class Shelf:
             with self.changed:
                 for copy in copies:
                     copy.sending -= 1
-                self.changed.notify_all()
+                self.notify()
 
     def close_reader(self, reader: Reader, copy: Copy, done: bool) -> None:
         """The reader's connection needs the copy no more; `done`: the reader itself has said so."""
@@ -243,7 +249,7 @@ class Shelf:
                 self._limbo.remove(copy)
                 if self._dismiss(copy):
                     self._free.append(copy.arena)
-            self.changed.notify_all()
+            self.notify()
 
     def close(self) -> None:
         """Close every arena."""
@@ -252,6 +258,13 @@ class Shelf:
                 arena.close()
             for waiting in (self.held, self._limbo, self._free):
                 waiting.clear()
+
+    def _wait_for(self, condition: Callable[[], object], seconds: float) -> bool:
+        self._waiting += 1
+        try:
+            return bool(self.changed.wait_for(condition, seconds))
+        finally:
+            self._waiting -= 1
 
     def _newest(self) -> int:
         return max((copy.version for copy in self.held), default=-1)
@@ -274,11 +287,11 @@ class Shelf:
         return True
 
     def _end_sending(self, copy: Copy) -> None:
-        if self.changed.wait_for(lambda: not copy.sending, _SEND_SECONDS):
+        if self._wait_for(lambda: not copy.sending, _SEND_SECONDS):
             return
         for reader in list(copy.readers):
             reader.cut()
-        if not self.changed.wait_for(lambda: not copy.sending, _CUT_SECONDS):
+        if not self._wait_for(lambda: not copy.sending, _CUT_SECONDS):
             raise DcsError(
                 f"version {copy.version} is still being sent {_CUT_SECONDS} s after its readers were cut; its"
                 " buffer cannot be reused"

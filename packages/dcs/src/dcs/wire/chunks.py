@@ -35,6 +35,7 @@ class Selection:
         self.whole = whole
         self.chunks = blocks.cut(rows, chunk_bytes)
         self.sizes = [blocks.nbytes(chunk) for chunk in self.chunks]
+        self._spans: dict[int, list[tuple[int, int]] | None] = {}
         self.key = xxhash.xxh3_128_digest(chunk_bytes.to_bytes(8, "little") + rows.tobytes())
 
     @classmethod
@@ -49,6 +50,12 @@ class Selection:
 
     def __len__(self) -> int:
         return len(self.chunks)
+
+    def spans(self, index: int) -> list[tuple[int, int]] | None:
+        """The ranges of a chunk, `(start, length)`, when there are few enough to send them as they lie."""
+        if index not in self._spans:
+            self._spans[index] = blocks.spans(self.chunks[index], streams.MAX_PARTS - 1)
+        return self._spans[index]
 
     @functools.cached_property
     def scratch(self) -> tuple[np.ndarray, np.ndarray]:
@@ -116,7 +123,7 @@ class Selected:
         return payload
 
     def _parts(self, copy: Copy, index: int, which: int) -> list[memoryview]:
-        spans = blocks.spans(self._selection.chunks[index], streams.MAX_PARTS - 1)
+        spans = self._selection.spans(index)
         if spans is None:
             return [memoryview(self._bytes(copy, index, which))]
         return [copy.arena.memory[start : start + length] for start, length in spans]
@@ -124,8 +131,8 @@ class Selected:
     def _bytes(self, copy: Copy, index: int, which: int) -> np.ndarray:
         """A chunk in one piece: uint8 [size]."""
         rows, size = self._selection.chunks[index], self._selection.sizes[index]
-        spans = blocks.spans(rows, 1)
-        if spans is not None:
+        spans = self._selection.spans(index)
+        if spans is not None and len(spans) == 1:
             start, length = spans[0]
             return copy.arena.flat[start : start + length]
         out = self._selection.scratch[which][:size]

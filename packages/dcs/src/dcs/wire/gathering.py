@@ -164,5 +164,5 @@ def receive(
         if known.chunk_bytes == copy.chunk_bytes:
             for index in np.flatnonzero(right).tolist():
                 copy.hashes[index] = known.chunks[index]
-        shelf.changed.notify_all()
+        shelf.notify()
     return bool(right.all())

@@ -10,6 +10,8 @@ from dcs.plan import blocks
 from dcs.plan.blocks import COUNT, RUN, START, STRIDE
 from dcs.wire.chunks import Selection
 
+_DIRECT = 64 << 10  # bytes; ranges of at least this size on average are received in place
+
 
 class Stream:
     """One selection of a source and its places in a copy here; the same for every version.
@@ -28,6 +30,7 @@ class Stream:
         self.selection = Selection(source, chunk_bytes, whole)
         self.key = xxhash.xxh3_128_digest(block_rows.tobytes())
         self.into = blocks.cut(blocks.destination_side(block_rows), chunk_bytes)
+        self._spans: dict[int, list[tuple[int, int]] | None] = {}
         self.touched = [
             ((index, size),) if whole else _touched(rows, chunk_bytes)
             for index, (rows, size) in enumerate(zip(self.into, self.selection.sizes, strict=True))
@@ -35,6 +38,13 @@ class Stream:
 
     def __len__(self) -> int:
         return len(self.into)
+
+    def spans(self, index: int) -> list[tuple[int, int]] | None:
+        """Where a chunk can be received in place: `(start, length)` ranges; None when they are too small."""
+        if index not in self._spans:
+            most = max(1, self.selection.sizes[index] // _DIRECT)
+            self._spans[index] = blocks.spans(self.into[index], most)
+        return self._spans[index]
 
 
 def whole_stream(nbytes: int, chunk_bytes: int) -> Stream:

@@ -25,7 +25,6 @@ from dcs.wire.incoming import LANDED, TODO, Progress, Stream
 
 _RUN = 16  # chunks in one request, at most
 _ATTEMPTS = 4  # for one chunk whose bytes do not match its hash
-_DIRECT = 64 << 10  # bytes; ranges of at least this size on average are received in place
 
 
 class Transfer:
@@ -70,7 +69,7 @@ class Transfer:
                     start, end = copy.span(index)
                     copy.missing[index] = end - start
             self.progress = [incoming.begin(stream, copy.missing) for stream in coming]
-            self.shelf.changed.notify_all()
+            self.shelf.notify()
             return self.progress
 
     def land(self, progress: Progress, index: int, value: int) -> None:
@@ -86,7 +85,7 @@ class Transfer:
                 for touched, size in progress.stream.touched[index]:
                     copy.missing[touched] = max(0, copy.missing[touched] - size)
             self.heard = time.monotonic()
-            self.shelf.changed.notify_all()
+            self.shelf.notify()
 
     @property
     def done(self) -> bool:
@@ -142,7 +141,7 @@ class Lane:
                     self._progress.give_back(first, count)
                 self.ended = True
                 self._transfer.starved.discard(self.connection.source.member)
-                self._transfer.shelf.changed.notify_all()
+                self._transfer.shelf.notify()
 
     def _run(self) -> None:
         stream = self._progress.stream
@@ -210,7 +209,7 @@ class Lane:
     def _receive_dense(self, index: int, size: int, value: int) -> _Got:
         copy = self._transfer.copy
         rows = self._progress.stream.into[index]
-        spans = blocks.spans(rows, max(1, size // _DIRECT))
+        spans = self._progress.stream.spans(index)
         if spans is None or not self._unshared(index):
             view = self._buffer(size)
             self.connection.receive_into(memoryview(view))
@@ -284,23 +283,15 @@ class Lane:
         with self._transfer.shelf.changed:
             self._transfer.heard = time.monotonic()
             self._transfer.starved.add(self.connection.source.member)
-            self._transfer.shelf.changed.notify_all()
+            self._transfer.shelf.notify()
 
 
-def run_lanes(lanes: list[Lane], transfer: Transfer, watch: Callable[[], float]) -> None:
-    """Run every lane to its end. `watch` is called whenever something happens, and after as many seconds as
-    it last returned; it may cut lanes.
+def run_lanes(lanes: list[Lane], watch: Callable[[], float]) -> None:
+    """Run every lane to its end. `watch` is called again after as many seconds as it last returned, at most;
+    it may cut lanes.
     """
-    if len(lanes) == 1 and watch() == float("inf"):
-        lanes[0].run()
-        return
     threads = [threading.Thread(target=lane.run, name="dcs-lane", daemon=True) for lane in lanes]
     for thread in threads:
         thread.start()
-    changed = transfer.shelf.changed
-    while not all(lane.ended for lane in lanes):
-        seconds = watch()
-        with changed:
-            changed.wait_for(lambda: all(lane.ended for lane in lanes), min(seconds, 60.0))
-    for thread in threads:
-        thread.join()
+    while running := [thread for thread in threads if thread.is_alive()]:
+        running[0].join(min(watch(), 60.0))
