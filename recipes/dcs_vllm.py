@@ -4,7 +4,7 @@
         --worker-extension-cls dcs.appliers.vllm_worker.DcsWorkerExtension
     python recipes/dcs_vllm.py tcp://COORDINATOR:PORT RUN http://127.0.0.1:8000
 
-The trainer's side is that of recipes/dcs_pytorch_sglang.py. Ctrl-C ends it; the server goes on with what it has.
+The trainer's side is that of recipes/dcs_pytorch_sglang.py. Ctrl-C ends it, and leaves the server as it is.
 """
 
 import sys

@@ -6,6 +6,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import threading
 import urllib.error
 import urllib.request
@@ -24,6 +25,9 @@ PYTHON = ROOT / ".engines" / "sglang" / "bin" / "python"
 _JSON = {"Content-Type": "application/json"}
 START_SECONDS = 420.0
 """26 s on an idle machine with two cores; most of it is imports."""
+
+DIE_WITH_PARENT = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); os.execv(sys.argv[1], sys.argv[1:])"
+"""Runs what follows, to be killed when pytest is: a server in a session of its own would outlive it."""
 
 LIBCUDA = """
 int cuInit(unsigned flags) { return 100; }
@@ -117,12 +121,14 @@ def _started(model: Path, libcuda: Path, arguments: tuple[str, ...]) -> SglangSe
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     command = [
+        *(sys.executable, "-c", DIE_WITH_PARENT),
         *(str(PYTHON), "-m", "sglang.launch_server"),
         *("--model-path", str(model), "--skip-tokenizer-init", "--dtype", "float32"),
         *("--host", "127.0.0.1", "--port", str(port)),
         *("--device", "cpu", "--attention-backend", "torch_native", "--max-total-tokens", "8192"),
         *("--cuda-graph-backend-decode", "disabled", "--cuda-graph-backend-prefill", "disabled"),
         "--skip-server-warmup",
+        "--sleep-on-idle",  # an idle server would take a core
         *arguments,
     ]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"} | {

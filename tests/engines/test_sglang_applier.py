@@ -1,7 +1,6 @@
 """A real SGLang server on CPUs follows a trainer: it computes with each version, whatever way that took."""
 
-import subprocess
-import sys
+import runpy
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -194,8 +193,11 @@ def test_a_server_that_was_left_half_way_stays_paused_until_a_whole_version_come
     assert disagreement_of(answers[0], trainer) < TOLERANCE
 
 
-def test_the_recipe_trains_and_serves(server: Any, model_folder: Path) -> None:
-    command = [sys.executable, str(ROOT / "recipes" / "dcs_pytorch_sglang.py"), str(model_folder), server.url]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("agree within") == 3, done.stdout
+def test_the_recipe_trains_and_serves(
+    server: Any, model_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = runpy.run_path(str(ROOT / "recipes" / "dcs_pytorch_sglang.py"))
+    recipe["main"](str(model_folder), server.url)
+    lines = [line for line in capsys.readouterr().out.splitlines() if "agree within" in line]
+    assert [line.split(":")[0] for line in lines] == ["version 1", "version 2", "version 3"]
+    assert all(float(line.split()[-1]) < TOLERANCE for line in lines)
