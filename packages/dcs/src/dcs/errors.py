@@ -28,7 +28,10 @@ class CoordinatorLost(DcsError, ConnectionError):
 
 
 class PublisherLost(DcsError, ConnectionError):
-    """The run's publisher stopped heartbeating, so nothing new can be pulled until another one joins."""
+    """The run's publisher stopped heartbeating, or no source of the newest version answers just now.
+
+    Shown by `health()`; the subscriber goes on trying, and takes up the next publisher.
+    """
 
     code = "publisher_lost"
 
@@ -94,7 +97,10 @@ class Unacknowledged(DcsError):
 
 
 class ApplyFailed(DcsError):
-    """The function given to `follow` raised, so this subscriber has left the run."""
+    """An engine did not take a version; the message says what it serves now.
+
+    Raised by appliers, and by a `Follower` whose function raised: its subscriber has left the run then.
+    """
 
     code = "apply_failed"
 

@@ -10,8 +10,12 @@ from dcs.errors import Closed, DcsError, Timeout
 
 
 class Taken(msgspec.Struct, frozen=True):
-    """What a subscriber took to transfer the version, from announcement to ack, and while it was not serving
-    for it, in seconds.
+    """What a subscriber took, in seconds.
+
+    Attributes:
+        transfer_seconds: from its first request to its last verified chunk.
+        ack_seconds: from the end of the freeze until its ack was known here.
+        pause_seconds: for which it says that it did not serve, as given to `Staged.ack`.
     """
 
     transfer_seconds: float
@@ -24,10 +28,10 @@ class Stats(msgspec.Struct, frozen=True):
 
     Attributes:
         version: its number.
-        nbytes: payload of the version, gaps between tensors included.
+        nbytes: payload of this rank's part of the version, gaps between tensors included.
         wait_seconds: waiting for a staging buffer to be free.
         freeze_seconds: copying and hashing.
-        announce_seconds: the coordinator's answer.
+        announce_seconds: until the coordinator had told that all ranks have announced it.
         acked: subscribers that committed this version, by name.
         moved_on: subscribers that committed a newer version instead, by name.
         gone: subscribers that were evicted or left first, with the reason, by name.
@@ -48,8 +52,8 @@ class Stats(msgspec.Struct, frozen=True):
 class Ticket:
     """Follows one version.
 
-    Done when every subscriber that was live at the announcement has acknowledged it, has moved on to a newer
-    version, or is gone; at once when there was none.
+    Done when all ranks have published it, and every subscriber that was live then has acknowledged it, has
+    moved on to a newer version, or is gone; at once when there was none.
     """
 
     def __init__(self, version: int, nbytes: int, wait_seconds: float, freeze_seconds: float) -> None:

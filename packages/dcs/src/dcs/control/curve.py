@@ -15,7 +15,10 @@ _KEY_CHARACTERS = 40
 
 @dataclass(frozen=True, slots=True)
 class CoordinatorKeys:
-    """A coordinator's pair. Members are given `public`; `secret` stays with it."""
+    """A coordinator's pair. Members are given `public`; `secret` stays with it.
+
+    `dcs keygen` makes one in a file, which `dcs.keyfile.read` reads; `dcs.control.curve.generate` makes one.
+    """
 
     public: bytes
     secret: bytes = field(repr=False)

@@ -42,10 +42,9 @@ def huggingface_layout(
         fused_qkv: one `self_attn.qkv_proj` with this rank's q above its k above its v.
         fused_gate_up: one `mlp.gate_up_proj` (also of shared and of single experts), gate above up.
         experts: `each` expert on its own, or those of a layer stacked in two tensors: `w13` and `w2` as vLLM
-        and
-            SGLang name them, or `gate_up_proj` and `down_proj` as transformers does.
+            and SGLang name them, or `gate_up_proj` and `down_proj` as transformers does.
         vocab_divisor: the vocabulary is padded to a multiple of this (64 in vLLM and SGLang) before it is
-        cut.
+            cut.
 
     Raises:
         ValueError: for what cannot be cut evenly, or a rank outside of its group.

@@ -54,17 +54,15 @@ def megatron_layout(
         vpp_size: virtual stages of each pipeline stage (interleaved schedule).
         pp_layers: layers of each pipeline stage, when they are not equally many.
         vocab_divisor: Megatron's `make_vocab_size_divisible_by`: the vocabulary is padded to a multiple of
-        this
-            times `tp_size`.
+            this times `tp_size`.
         experts: `grouped` (TEGroupedMLP: `linear_fc1.weight0`, ...) or `sequential` (`local_experts.0`,
-        ...). The
-            older GroupedMLP keeps its weights transposed, what no boxes can describe.
+            ...). The older GroupedMLP keeps its weights transposed, what no boxes can describe.
         transformer_engine: norms before a column-parallel linear layer are part of it
             (`linear_qkv.layer_norm_weight`), as in the Transformer Engine spec; False for the local spec.
 
     Raises:
         ValueError: for sizes that Megatron would not build: what is not divisible, a rank outside of its
-        group.
+            group.
     """
     etp_size = tp_size if etp_size is None else etp_size
     etp_rank = tp_rank if etp_rank is None else etp_rank

@@ -79,19 +79,29 @@ def chunk(length: int, rank: int, size: int) -> tuple[int, int]:
 
 
 def whole(source: str, shape: Sequence[int]) -> tuple[Piece, ...]:
-    """All of a global tensor."""
+    """All of a global tensor of this shape."""
     return boxed(source, shape, (0,) * len(shape), shape)
 
 
 def boxed(
     source: str, shape: Sequence[int], start: Sequence[int], extent: Sequence[int]
 ) -> tuple[Piece, ...]:
-    """One box of a global tensor."""
+    """One box of a global tensor of this shape: from `start` on, as large as `extent` says.
+
+    Raises `ValueError` for a box that reaches outside of it.
+    """
     return (Piece(source, tuple(shape), tuple(start), (0,) * len(shape), tuple(extent)),)
 
 
 def shard(source: str, shape: Sequence[int], dim: int, rank: int, size: int) -> tuple[Piece, ...]:
-    """What rank `rank` of `size` holds of a global tensor cut along `dim`, by the rule of `torch.chunk`."""
+    """What rank `rank` of `size` holds of a global tensor cut along `dim`, by the rule of `torch.chunk`.
+
+    Args:
+        source: name of the global tensor.
+        shape: of the global tensor.
+
+    Raises `ValueError` for a dimension or a rank that there is not.
+    """
     dim = _dimension(dim, len(shape), source)
     first, length = chunk(shape[dim], rank, size)
     start = tuple(first if axis == dim else 0 for axis in range(len(shape)))

@@ -61,7 +61,7 @@ class TensorSpec(msgspec.Struct, frozen=True):
         name: as the rank calls it.
         shape: as the rank holds it.
         dtype: by torch's name (`bfloat16`).
-        pieces: the boxes of global tensors that it is made of. None (the default) means that it is all of the
+        pieces: the boxes of global tensors that it is made of. `()` (the default) means that it is all of the
             global tensor of its own name and shape. What no piece covers is padding: nobody reads or writes
             it.
     """
@@ -97,7 +97,10 @@ class TensorSpec(msgspec.Struct, frozen=True):
 
 
 class Layout(msgspec.Struct, frozen=True, dict=True):
-    """Every tensor of a rank, in name order. Make one with `dcs.layout.of`."""
+    """Every tensor of a rank, in name order. Make one with `dcs.layout.of`.
+
+    Raises `ValueError` for tensors out of order, and for more than 2**48 bytes.
+    """
 
     tensors: Annotated[tuple[TensorSpec, ...], msgspec.Meta(max_length=1 << 20)]
 
@@ -144,8 +147,7 @@ def of(
 
     Raises:
         LayoutMismatch: for what cannot be carried (no dense tensor, a dtype without a byte view), a name
-        given
-            twice, pieces that do not fit their tensor or that are of no tensor given.
+            given twice, pieces that do not fit their tensor or that are of no tensor given.
     """
     owner: Any = source
     named = owner.state_dict() if hasattr(owner, "state_dict") else owner

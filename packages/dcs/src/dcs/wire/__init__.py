@@ -1,6 +1,7 @@
-"""How weights travel: one TCP connection per subscriber, blocking sockets, one thread each side.
+"""How weights travel: chunks over blocking sockets, a thread a connection; mapped memory; broadcasts.
 
 A connection opens with a hello (magic, protocol version, a msgspec struct) that is welcomed or refused in
-words. Then the subscriber sends fixed 32-byte requests and the publisher answers each chunk with a 12-byte
-header and its bytes, straight out of the staging buffer and straight into the other side's.
+words. Then the reader sends requests of one fixed size (`frames.py`), for chunks of the whole buffer or of a
+selection that it has sent before, and the source answers each chunk with a header and its bytes, straight out
+of its arena and straight into the reader's. Over a Unix socket it may ask for the arena itself instead.
 """
