@@ -8,17 +8,37 @@ torch once is enough.
     ["plain", ADDRESS, NAME, FLOATS, OPTIONS] the same with a model of one tensor, and options in JSON
     ["publisher", ADDRESS, FLOATS]          says "ready EPOCH"; publishes each version whose number it hears,
                                             and says "published VERSION EPOCH"
+    ["engine", ADDRESS, NAME, FLOATS, OPTIONS, HOW]  says "ready", and of each version it has taken
+                                            "took VERSION DIGEST WIRE FROM_RANKS FROM_PEERS"
+    ["trainer", ADDRESS, FLOATS, OPTIONS, HOW]       says "ready EPOCH"; hears "publish VERSION", and says
+                                            "published VERSION EPOCH", or "failed ERROR"
+
+OPTIONS, in JSON, are those of `Subscriber` and `Publisher`. HOW, in JSON too:
+
+    halt: [VERSION, SHARE]  stop (SIGSTOP) and say "halted" when so much of it has come, or been sent
+    crawl: [VERSION, SECONDS]  wait this long after every chunk of this version and later ones, until "hurry"
+                            is heard
+    hold: true              keep each version until "ack" is heard
+
+Both hear "census" too, and say "census DESCRIPTORS THREADS MEMFDS SOCKETS"; an engine hears "health", and
+says "health COORDINATOR PUBLISHER ANNOUNCED ERROR", and with a version "check", and says "is DIGEST".
 """
 
 import json
 import os
+import queue
 import signal
 import socket
 import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
 
 import dcs
 import torch
 import xxhash
+from dcs.wire.server import ChunkServer
+from dcs.wire.transfer import Transfer
 
 
 def model(floats: int, version: int) -> dict[str, torch.Tensor]:
@@ -58,6 +78,145 @@ def publish(connection: socket.socket, address: str, floats: int) -> None:
             connection.sendall(f"published {int(line)} {publisher.epoch}\n".encode())
 
 
+class Talk:
+    """Lines to and from the test, from any thread."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._lock = threading.Lock()
+
+    def say(self, *words: object) -> None:
+        with self._lock:
+            self._connection.sendall((" ".join(map(str, words)) + "\n").encode())
+
+    def hear(self, answers: dict[str, Callable[..., None]]) -> None:
+        """Answer everything until the test hangs up."""
+        for line in self._connection.makefile("r"):
+            word, *rest = line.split()
+            answers[word](*rest)
+
+    def census(self) -> None:
+        """What this process has open, besides what it began with."""
+        links = []
+        for number in os.listdir("/proc/self/fd"):
+            try:
+                links.append(os.readlink(f"/proc/self/fd/{number}"))
+            except FileNotFoundError:
+                continue  # the descriptor of this listing itself
+        names = sum(
+            line.split()[-1].startswith(f"@dcs-{os.getpid()}-")
+            for line in Path("/proc/net/unix").read_text().splitlines()
+        )
+        memfds = sum("memfd:dcs" in link for link in links)
+        self.say("census", len(links), threading.active_count(), memfds, names)
+
+    def halt(self, *words: object) -> None:
+        self.say("halted", *words)
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def watch_landing(talk: Talk, how: dict) -> threading.Event:
+    """Halts and crawls as told; the event ends the crawling."""
+    hurry, halted, land = threading.Event(), threading.Event(), Transfer.land
+
+    def landing(transfer: Transfer, *what) -> None:
+        land(transfer, *what)
+        copy = transfer.copy
+        if "crawl" in how and copy.version >= how["crawl"][0]:
+            hurry.wait(how["crawl"][1])
+        watched, share = how.get("halt", (-1, 0.0))
+        far = copy.version == watched and copy.remaining <= (1 - share) * copy.arena.nbytes
+        if far and not halted.is_set():
+            halted.set()
+            talk.halt(copy.arena.nbytes - copy.remaining)
+
+    Transfer.land = landing
+    return hurry
+
+
+def watch_sending(talk: Talk, share: float) -> Callable[[int], None]:
+    """Halts when this share of what is published has been sent; returns what has to be told of a publish."""
+    halted, count = threading.Event(), ChunkServer.count
+    limit = [float("inf")]
+
+    def counting(server: ChunkServer, nbytes: int) -> None:
+        count(server, nbytes)
+        if server.sent >= limit[0] and not halted.is_set():
+            halted.set()
+            talk.halt(server.sent)
+
+    def publishing(sent: int, nbytes: int) -> None:
+        limit[0] = sent + max(1, int(share * nbytes))
+
+    ChunkServer.count = counting
+    return publishing
+
+
+def engine(
+    connection: socket.socket, address: str, name: str, tensors: dict, options: dict, how: dict
+) -> None:
+    talk, orders = Talk(connection), queue.Queue[str]()
+    hurry = watch_landing(talk, how)
+    layout = dcs.layout.of(tensors)
+    options.setdefault("run", "r")
+    with dcs.Subscriber(address, name=name, layout=layout, **options) as subscriber:
+
+        def health() -> None:
+            known = subscriber.health()
+            error = type(known.error).__name__
+            talk.say("health", known.coordinator, known.publisher, known.announced, error)
+
+        answers = {
+            "census": talk.census,
+            "health": health,
+            "hurry": hurry.set,
+            "ack": lambda: orders.put("ack"),
+            "check": lambda: orders.put("check"),
+        }
+        threading.Thread(target=talk.hear, args=(answers,), daemon=True).start()
+        talk.say("ready")
+        version = -1
+        while True:
+            try:
+                staged = subscriber.next(after=version, timeout=120)
+            except dcs.DcsError as error:
+                talk.say("failed", type(error).__name__)
+                return
+            if staged is None:
+                return
+            version = staged.version
+            talk.say(
+                "took", version, digest(staged.tensors), staged.wire, staged.from_ranks, staged.from_peers
+            )
+            while how.get("hold") and orders.get() == "check":
+                talk.say("is", digest(staged.tensors))
+            staged.ack()
+
+
+def trainer(connection: socket.socket, address: str, floats: int, options: dict, how: dict) -> None:
+    talk, layout = Talk(connection), dcs.layout.of(model(floats, 0))
+    watched, share = how.get("halt", (-1, 0.0))
+    publishing = watch_sending(talk, share) if "halt" in how else None
+    options.setdefault("run", "r")
+    with dcs.Publisher(address, layout=layout, **options) as publisher:
+
+        def publish(version: str) -> None:
+            number = int(version)
+            if publishing is not None and number == watched:
+                publishing(publisher.sent, publisher.layout.offsets()[1])
+            try:
+                publisher.publish(number, model(floats, number))
+            except dcs.DcsError as error:
+                talk.say("failed", type(error).__name__)
+            else:
+                talk.say("published", number, publisher.epoch)
+
+        talk.say("ready", publisher.epoch)
+        talk.hear(
+            {"publish": publish, "census": talk.census, "sent": lambda: talk.say("sent", publisher.sent)}
+        )
+
+
 def serve(requests: socket.socket) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children are reaped by themselves
     while True:
@@ -77,6 +236,11 @@ def serve(requests: socket.socket) -> None:
             elif role == "plain":
                 tensors = {"a": torch.zeros(int(rest[1]))}
                 subscribe(connection, address, rest[0], tensors, **json.loads(rest[2]))
+            elif role == "engine":
+                tensors = model(int(rest[1]), 0)
+                engine(connection, address, rest[0], tensors, json.loads(rest[2]), json.loads(rest[3]))
+            elif role == "trainer":
+                trainer(connection, address, int(rest[0]), json.loads(rest[1]), json.loads(rest[2]))
             else:
                 publish(connection, address, int(rest[0]))
         return

@@ -90,6 +90,12 @@ class Evicted(DcsError):
     code = "evicted"
 
 
+class NoMemory(DcsError, MemoryError):
+    """There is no memory for a version here; what is staged already stays, and another attempt may work."""
+
+    code = "memory"
+
+
 class Unacknowledged(DcsError):
     """`next` was called while the version it last gave is neither acknowledged nor released."""
 

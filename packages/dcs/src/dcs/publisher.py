@@ -260,6 +260,8 @@ class Publisher:
         arena = self._shelf.spare()
         if arena is not None:
             return arena
+        if len(self._shelf.held) < 2:  # others still read those before; the newest stays
+            return self._shelf.reserve(None, 0.0)
         oldest, newer = self._shelf.held[0], self._shelf.held[-1].version
         with self._completed:
             if not self._completed.wait_for(
@@ -318,7 +320,7 @@ class Publisher:
             if message.version >= self._newest[0]:
                 self._newest = (message.version, message.root or self._newest[1])
             tickets = list(self._tickets)
-            again = [copy for copy in list(self._shelf.held) if copy.version <= self._published]
+            again = list(self._shelf.held)  # one that is being announced too: it may be complete already
         for ticket in tickets:
             ticket.expect_again(2 * message.lease_seconds)
         for copy in again:  # the lease had lapsed, or the coordinator is a new one

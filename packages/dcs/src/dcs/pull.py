@@ -79,6 +79,7 @@ class Puller:
         progress: called now and then with bytes done, bytes in all, and the version.
         tls: speak TLS with sources, over TCP.
         groups: for broadcasts; None takes part in none.
+        departed: whether a source was evicted.
         stopped: whether to give up.
     """
 
@@ -96,6 +97,7 @@ class Puller:
         progress: Callable[[int, int, int], None] | None,
         tls: Tls | None,
         groups: Groups | None,
+        departed: Callable[[Source], bool],
         stopped: Callable[[], bool],
     ) -> None:
         self._shelf = shelf
@@ -112,6 +114,7 @@ class Puller:
         self._progress = progress
         self._context = None if tls is None else client_context(tls)
         self._groups = groups
+        self._departed = departed
         self._stopped = stopped
         self._whole = whole_stream(self._nbytes, chunk_bytes)
         self._planned: tuple[tuple[str, ...], list[Stream | None]] | None = None
@@ -148,7 +151,7 @@ class Puller:
             base = base if self._delta is not False else None
             if gathering is not None and self._gather(job, job.copy, gathering, sources):
                 return
-            job.transfer = Transfer(self._shelf, job.copy, base, former)
+            job.transfer = Transfer(self._shelf, job.copy, base, former, self._departed)
         tiers = self._tiers(job, sources) if "tcp" in self._wires else []
         for number, tier in enumerate(tiers):
             last = number == len(tiers) - 1
@@ -232,22 +235,7 @@ class Puller:
 
     def _map(self, job: Job, source: Source) -> bool:
         mark = job.mark(source)
-        connection = self._connect(source, unix=True)
-        try:
-            number, descriptor = connection.map(job.target.version, mark, self._watch_waiting)
-        except BaseException:
-            self._drop(connection)
-            raise
-        key = (source.member, number)
-        arena = self._mapped.pop(key, None)
-        if descriptor is not None:
-            arena = Arena.map(self._layout, descriptor)
-        if arena is None:
-            self._drop(connection)
-            raise ProtocolError(f"{source.name!r} named memory that it has not given; connecting anew")
-        self._mapped[key] = arena
-        for old in [each for each in self._mapped if each[0] == source.member][: -2 * MAX_ARENAS]:
-            self._mapped.pop(old).close()  # its owner has given it up long ago
+        connection, arena = self._map_arena(job, source, mark)
         chunks = manifests.chunk_count(self._nbytes, self._chunk_bytes)
         job.copy = shelves.whole(arena, job.target.version, job.root, self._chunk_bytes, [None] * chunks)
         self._owners[job.copy] = connection, mark
@@ -255,6 +243,30 @@ class Puller:
         self._shelf.put(job.copy)
         job.wire = "shm"
         return True
+
+    def _map_arena(self, job: Job, source: Source, mark: bytes) -> tuple[Connection, Arena]:
+        while True:
+            reused = bool(self._pool.get((source.member, True)))
+            connection = self._connect(source, unix=True)
+            try:
+                number, descriptor, lowest = connection.map(job.target.version, mark, self._watch_waiting)
+                if descriptor is not None:
+                    self._mapped[source.member, number] = Arena.map(self._layout, descriptor)
+                elif (source.member, number) not in self._mapped:
+                    raise ConnectionResetError(f"{source.name!r} named memory that is not mapped any more")
+            except OSError:
+                self._drop(connection)
+                if not reused:  # else the source had cut it between versions
+                    raise
+                continue
+            except BaseException:
+                self._drop(connection)
+                raise
+            arena = self._mapped[source.member, number] = self._mapped.pop((source.member, number))
+            known = [each for each in self._mapped if each[0] == source.member]
+            for old in [each for each in known if each[1] < lowest] or known[:-MAX_ARENAS]:
+                self._mapped.pop(old).close()  # its owner has given it up
+            return connection, arena
 
     def _fetch(self, job: Job, sources: list[Source], last: bool) -> bool:
         transfer = job.transfer

@@ -29,10 +29,12 @@ from dcs.control.messages import (
     Receipt,
     Refused,
     RunState,
+    Source,
 )
 from dcs.errors import (
     Closed,
     DcsError,
+    NoMemory,
     ProtocolError,
     PublisherLost,
     StaleVersion,
@@ -185,6 +187,7 @@ class Subscriber:
             progress=progress,
             tls=tls,
             groups=groups,
+            departed=self._has_departed,
             stopped=lambda: self._closed or self._broken is not None,
         )
         try:
@@ -402,11 +405,25 @@ class Subscriber:
         elif (announcement.epoch, announcement.version) >= self._highest:  # older: a replay
             self._highest = (announcement.epoch, announcement.version)
             self._target = announcement
+            self._renew(announcement)
+
+    def _renew(self, target: Announcement) -> None:
+        """What is here is offered under a new epoch: say that we have it, as others may take it from here."""
+        for slot in self._slots.having(SlotState.READY, SlotState.HELD, SlotState.SPENT):
+            if slot.is_of(target) and slot.target.epoch < target.epoch:
+                slot.target = target
+                receipt = Receipt(target.epoch, target.version, slot.wire, slot.from_ranks, slot.from_peers)
+                self._link.report(staged=receipt)
 
     def _coordinator_changed(self, error: DcsError | None) -> None:
         with self._changed:
             self._silence = error
             self._changed.notify_all()
+
+    def _has_departed(self, source: Source) -> bool:
+        """Whether the coordinator offers it no more, while it offers others."""
+        sources = self._state.sources
+        return bool(sources) and all(other.member != source.member for other in sources)
 
     # What the caller's threads use; all under the condition's lock.
 
@@ -477,9 +494,7 @@ class Subscriber:
                     self._discard(slot)
                 if target is None:
                     continue
-                if job is None or job.target != target:
-                    self._abandon()
-                    job = Job(target)
+                job = self._job(job, target)
                 before = 0 if job.copy is None else job.copy.remaining
                 if self._pull(job):
                     job, backoff = None, 0.0
@@ -535,7 +550,19 @@ class Subscriber:
         for slot in self._slots.having(SlotState.FILLING):
             self._discard(slot)
 
+    def _job(self, job: Job | None, target: Announcement) -> Job:
+        """The job for `target`: the one under way when it brings the same weights, if under another epoch."""
+        if job is not None and (job.target.version, job.target.roots) == (target.version, target.roots):
+            with self._changed:
+                job.target = target
+                for slot in self._slots.having(SlotState.FILLING):
+                    slot.target = target
+            return job
+        self._abandon()
+        return Job(target)
+
     def _reserve(self, job: Job) -> tuple[Copy, Copy | None, Copy | None]:
+        self._abandon()  # a buffer that a broadcast has spoilt
         with self._changed:
             victim = self._slots.victim(self._may_pass_over)
         copy, former = self._slots.make_room(job.target, job.root, victim)
@@ -555,10 +582,14 @@ class Subscriber:
         except Superseded:
             self._give_up(job, None)
             return True
-        except PublisherLost as error:
+        except (PublisherLost, NoMemory) as error:
             with self._changed:
                 self._trouble = error
             self._report_slow(job)
+            return False
+        except MemoryError as error:
+            with self._changed:
+                self._trouble = NoMemory(f"no memory to take version {job.target.version}: {error}")
             return False
         except (OSError, DcsError) as error:
             if isinstance(error, DcsError) and not isinstance(error, ProtocolError):

@@ -129,6 +129,8 @@ class Registry:
         if now < self._earliest:
             return []
         out: Outgoing = []
+        late = [member for member in self._members.values() if member.due <= now]
+        blameless = {member for member in late if self._waits_for_others(member)}
         for member in list(self._members.values()):
             if member.deadline <= now:
                 text = (
@@ -138,6 +140,9 @@ class Registry:
             elif member.due <= now:
                 if member.run.announcement is None:  # nobody has it any more
                     member.due = NEVER
+                    continue
+                if member in blameless:
+                    member.due = now + (self._transfer_seconds or NEVER)
                     continue
                 text = (
                     f"subscriber {member.name!r} was evicted: it had not staged what was announced"
@@ -152,6 +157,11 @@ class Registry:
         deadlines = (min(member.deadline, member.due) for member in self._members.values())
         self._earliest = min(deadlines, default=NEVER)
         return out
+
+    def _waits_for_others(self, member: Member) -> bool:
+        """Whether a relay that this one pulls from has got no further than it: then it is not to blame."""
+        relays = (self._members.get(number) for number in member.told)
+        return any(relay is not None and relay.staged_version <= member.staged_version for relay in relays)
 
     def flush(self) -> Outgoing:
         """What has to be pushed to members since the last call."""

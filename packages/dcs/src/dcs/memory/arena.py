@@ -13,7 +13,7 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
-from dcs.errors import DcsError, LayoutMismatch
+from dcs.errors import DcsError, LayoutMismatch, NoMemory
 from dcs.layout import Layout, local, spec_of
 from dcs.layout.tensors import FLOATING
 from dcs.manifest import chunk_count, hash_chunk
@@ -32,7 +32,7 @@ class Arena:
         number: unique in this process.
         mapped: it belongs to another process and cannot be written.
 
-    Raises `DcsError` when there is no memory for it.
+    Raises `NoMemory`.
     """
 
     def __init__(self, layout: Layout) -> None:
@@ -43,7 +43,7 @@ class Arena:
             mapping = mmap.mmap(descriptor, max(nbytes, 1))
         except OSError as error:
             os.close(descriptor)
-            raise DcsError(f"no memory to stage {nbytes} bytes: {error}") from error
+            raise NoMemory(f"no memory to stage {nbytes} bytes: {error}") from error
         self._view(layout, nbytes, mapping, descriptor)
         self.mapped = False
 
@@ -51,7 +51,7 @@ class Arena:
     def map(cls, layout: Layout, descriptor: int) -> "Arena":
         """Another process's arena of the same layout, read-only; takes the descriptor over.
 
-        Raises `DcsError` when it is too small.
+        Raises `DcsError` when it is too small, and `NoMemory`.
         """
         _, nbytes = layout.offsets()
         size = os.fstat(descriptor).st_size
@@ -59,7 +59,11 @@ class Arena:
             os.close(descriptor)
             raise DcsError(f"was given memory of {size} bytes, the layout needs {nbytes}")
         arena = cls.__new__(cls)
-        mapping = mmap.mmap(descriptor, max(nbytes, 1), prot=mmap.PROT_READ)
+        try:
+            mapping = mmap.mmap(descriptor, max(nbytes, 1), prot=mmap.PROT_READ)
+        except OSError as error:
+            os.close(descriptor)
+            raise NoMemory(f"no memory to map {nbytes} bytes: {error}") from error
         arena._view(layout, nbytes, mapping, descriptor)
         arena.mapped = True
         return arena

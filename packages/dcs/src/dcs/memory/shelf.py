@@ -15,7 +15,7 @@ from typing import Protocol
 import numpy as np
 
 from dcs.delta import Changed
-from dcs.errors import DcsError
+from dcs.errors import DcsError, NoMemory
 from dcs.layout import Layout
 from dcs.manifest import Manifest, chunk_count, hash_chunk
 from dcs.memory.arena import Arena
@@ -121,8 +121,18 @@ class Shelf:
         self.held: list[Copy] = []
         self._free: deque[Arena] = deque()
         self._limbo: list[Copy] = []  # superseded, and still mapped by readers that will let go of them
-        self._owned = 0
+        self._arenas: set[Arena] = set()  # of its own, wherever they are
         self._waiting = 0
+
+    @property
+    def _owned(self) -> int:
+        return len(self._arenas)
+
+    @property
+    def oldest_arena(self) -> int:
+        """The lowest number of the arenas here; 0 when there is none."""
+        with self.changed:
+            return min((arena.number for arena in self._arenas), default=0)
 
     def notify(self) -> None:
         """Wake those who wait for something here, if any; with `changed` held."""
@@ -138,31 +148,33 @@ class Shelf:
                 return self._allocate()
             return None
 
-    def reserve(self, oldest: Copy, grace: float) -> Arena:
+    def reserve(self, oldest: Copy | None, grace: float) -> Arena:
         """The arena of `oldest`, once nobody reads it, to be given back by `put` or `release`.
 
         Waits up to `grace` seconds for its readers to finish, then supersedes it. An arena that is still
-        mapped elsewhere is left to its readers and another one comes back; with `MAX_ARENAS` of them, waits
-        `_CUT_SECONDS` for one and raises `DcsError`.
+        mapped elsewhere is left to its readers, and another one comes back; so it does without `oldest`.
+        Raises `NoMemory`; then `oldest` is served on.
         """
         with self.changed:
+            if oldest is None or oldest not in self.held:
+                return self._another()
             oldest.closing = True
             self._wait_for(lambda: not oldest.readers, grace)
+            instead = None
+            if not self._comes_back(oldest):
+                try:
+                    instead = self._another()
+                except BaseException:
+                    oldest.closing = False
+                    raise
             oldest.retired = True
             self._end_sending(oldest)
             self.held.remove(oldest)
             if self._dismiss(oldest):
-                return oldest.arena
-            if not self._free and self._owned >= MAX_ARENAS:
-                self._wait_for(lambda: self._free, _CUT_SECONDS)
-            if self._free:
-                return self._free.popleft()
-            if self._owned < MAX_ARENAS:
-                return self._allocate()
-            raise DcsError(
-                f"{MAX_ARENAS} versions are mapped by readers of this machine that do not let go of them;"
-                " acknowledge or release what next() gave, or end the stopped ones"
-            )
+                if instead is None:
+                    return oldest.arena
+                self._keep(oldest.arena)  # it was let go of just now
+            return instead or self._another()
 
     def put(self, copy: Copy) -> None:
         """Make a copy readable."""
@@ -179,13 +191,13 @@ class Shelf:
             self._end_sending(copy)
             self.held.remove(copy)
             if self._dismiss(copy):
-                self._free.append(copy.arena)
+                self._keep(copy.arena)
             self.notify()
 
     def release(self, arena: Arena) -> None:
         """Give back an arena that was reserved and not put."""
         with self.changed:
-            self._free.append(arena)
+            self._keep(arena)
             self.notify()
 
     def open(self, reader: Reader, version: int, mark: bytes, seconds: float) -> Copy:
@@ -248,7 +260,7 @@ class Shelf:
             if copy in self._limbo and not any(other.maps for other in copy.readers):
                 self._limbo.remove(copy)
                 if self._dismiss(copy):
-                    self._free.append(copy.arena)
+                    self._keep(copy.arena)
             self.notify()
 
     def close(self) -> None:
@@ -271,8 +283,39 @@ class Shelf:
 
     def _allocate(self) -> Arena:
         arena = Arena(self.layout)
-        self._owned += 1
+        self._arenas.add(arena)
         return arena
+
+    def _another(self) -> Arena:
+        """A free arena, or a new one. With `MAX_ARENAS` of them, the oldest one lent is given up for it: its
+        readers are cut off and keep that memory, which is never written again.
+        """
+        if not self._free and self._owned >= MAX_ARENAS and self._limbo:
+            lent = self._limbo[0]
+            for reader in list(lent.readers):
+                reader.cut()
+            self._wait_for(lambda: lent not in self._limbo, _CUT_SECONDS)
+        if self._free:
+            return self._free.popleft()
+        if self._owned < MAX_ARENAS:
+            return self._allocate()
+        raise NoMemory(
+            f"{MAX_ARENAS} versions of this process are read by others that do not let go of them within"
+            f" {_CUT_SECONDS} s of being cut off"
+        )
+
+    def _keep(self, arena: Arena) -> None:
+        """Have an arena to spare; one is enough beside the two that are always needed."""
+        if self._free and self._owned > 2:
+            self._arenas.discard(arena)
+            arena.close()
+        else:
+            self._free.append(arena)
+
+    def _comes_back(self, copy: Copy) -> bool:
+        """Whether `_dismiss` would give its arena back now."""
+        lent = any(reader.maps for reader in copy.readers)
+        return not (lent or copy.tainted or copy.arena.mapped)
 
     def _dismiss(self, copy: Copy) -> bool:
         """Whether the arena of a copy that has left `held` may be written again."""
@@ -280,9 +323,11 @@ class Shelf:
         if any(reader.maps for reader in copy.readers):
             self._limbo.append(copy)
             return False
-        if copy.tainted or copy.arena.mapped:
+        if copy.arena.mapped:  # its owner's, and whoever has mapped it closes it
+            return False
+        if copy.tainted:
+            self._arenas.discard(copy.arena)
             copy.arena.close()
-            self._owned -= not copy.arena.mapped
             return False
         return True
 

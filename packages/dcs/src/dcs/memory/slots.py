@@ -74,19 +74,14 @@ class Slots:
     def make_room(self, target: Announcement, root: bytes, victim: Slot | None) -> tuple[Copy, Copy | None]:
         """An empty copy for `target`, readable by peers as it fills, and what its arena held before.
 
-        Raises `DcsError` when there is no memory.
+        Raises `NoMemory`; then the victim stays what it is.
         """
-        arena = self._shelf.spare()
         former = None
-        if arena is None and victim is not None:
-            former = victim.copy
-            arena = self._shelf.reserve(former, 0.0)
-            if arena is not former.arena:
-                former = None
+        arena = self._shelf.spare()
         if arena is None:
-            raise RuntimeError(
-                "there is no slot to fill"
-            )  # one is held, one is filled, and the rest is spent
+            arena = self._shelf.reserve(None if victim is None else victim.copy, 0.0)
+            if victim is not None and arena is victim.copy.arena:
+                former = victim.copy
         copy = shelves.empty(arena, target.version, root, self._chunk_bytes)
         self._shelf.put(copy)
         return copy, former

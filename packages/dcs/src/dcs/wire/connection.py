@@ -113,14 +113,16 @@ class Connection:
         """Fill `view` with what follows a header. Raises `OSError`."""
         streams.receive_into(self._sock, view)
 
-    def map(self, version: int, mark: bytes, waiting: Callable[[], None]) -> tuple[int, int | None]:
-        """The number of the arena that holds a version, and its descriptor unless it came before."""
+    def map(self, version: int, mark: bytes, waiting: Callable[[], None]) -> tuple[int, int | None, int]:
+        """The number of the arena that holds a version, its descriptor unless it came before, and the lowest
+        number that is still of use.
+        """
         self.ask(frames.MAP, version, mark)
         while True:
             header, descriptors, _, _ = socket.recv_fds(self._sock, frames.REPLY.size, 1)
             if len(header) < frames.REPLY.size:
                 raise ConnectionResetError("the source closed the connection")
-            status, fresh, _, _, number, _ = frames.REPLY.unpack(header)
+            status, fresh, _, _, number, lowest = frames.REPLY.unpack(header)
             if status == frames.WAITING:
                 waiting()
             elif status == frames.SUPERSEDED:
@@ -128,7 +130,7 @@ class Connection:
             elif status != frames.OK or len(descriptors) != fresh:
                 raise ProtocolError(f"{self.source.name!r} does not let its memory be mapped")
             else:
-                return number, descriptors[0] if descriptors else None
+                return number, descriptors[0] if descriptors else None, lowest
 
     def manifest(self, version: int, root: bytes, nbytes: int, waiting: Callable[[], None]) -> Manifest:
         """The verified manifest of a rank's part. Raises as `reply`, and `CorruptChunk`."""

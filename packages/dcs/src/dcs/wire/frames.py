@@ -29,7 +29,8 @@ WHOLE = 0
 #   CHUNKS: send them, as differences from `base` where that is smaller; MAP, MANIFEST, DONE: of `version`
 REQUEST = struct.Struct("<B3xIQQ16sII")
 # status, encoding, chunk index, length of what follows, hash of the chunk, hash of the base's chunk
-#   OK to MAP: `hash` is the arena's number, the encoding is 1 when its descriptor comes along
+#   OK to MAP: `hash` is the arena's number, the encoding is 1 when its descriptor comes along, `base` is the
+#   lowest number of an arena that there still is
 REPLY = struct.Struct("<BB2xIIQQ")
 
 _MAGIC = b"dcsw"

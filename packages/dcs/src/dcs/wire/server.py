@@ -1,5 +1,6 @@
 """A source's end: listeners, and one thread a connection that answers requests for chunks of what is held."""
 
+import errno
 import hmac
 import os
 import socket
@@ -19,6 +20,8 @@ from dcs.wire.tls import Tls
 MAX_CONNECTIONS = 1024
 MAX_SELECTIONS = 32  # of one connection
 _SEND_SECONDS = 30.0  # without a single byte taken by the reader
+_SCARCE = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+_SCARCE_SECONDS = 0.1  # before a connection is accepted again when there was no descriptor or memory for it
 _PEER_CREDENTIALS = struct.Struct("3i")
 
 
@@ -66,6 +69,7 @@ class ChunkServer:
         self._lock = threading.Lock()
         self._connections: list[_Connection] = []
         self._closed = False
+        self._closing = threading.Event()
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
             listener = socket.create_server((host, port), family=family, backlog=128)
@@ -105,6 +109,7 @@ class ChunkServer:
             if self._closed:
                 return
             self._closed = True
+            self._closing.set()
             for listener in self._listeners:
                 listener.shutdown(socket.SHUT_RDWR)  # wakes `accept`
             for connection in self._connections:
@@ -141,18 +146,25 @@ class ChunkServer:
                 sock, _ = listener.accept()
             except ConnectionAbortedError:
                 continue  # it hung up before it was accepted
-            except OSError:
+            except OSError as error:
                 if self._closed:
                     return
-                raise
+                if error.errno not in _SCARCE:
+                    raise
+                self._closing.wait(_SCARCE_SECONDS)  # others may close some
+                continue
             with self._lock:
                 self._reap()
                 if self._closed or len(self._connections) >= MAX_CONNECTIONS or not _same_user(sock):
                     sock.close()
                     continue
                 connection = _Connection(self, sock)
+                try:
+                    connection.thread.start()
+                except RuntimeError:  # no memory for another thread; the reader asks somebody else, or again
+                    sock.close()
+                    continue
                 self._connections.append(connection)
-                connection.thread.start()
 
     def _reap(self) -> None:
         for connection in [ended for ended in self._connections if not ended.open]:
@@ -324,12 +336,15 @@ class _Connection:
     def _send_memory(self, copy: Copy) -> None:
         if self._sock.family != socket.AF_UNIX or self._fingerprint != self._server.fingerprint:
             raise ProtocolError("memory is mapped over a Unix socket, by readers with the same layout")
+        if copy.arena.mapped:  # its owner, which writes it when we are done, does not know of this reader
+            self._close_copy(copy.version, copy.mark)
+            raise Superseded
         self.maps = True
         self._await(copy, Selected(copy, self._selection(frames.WHOLE, copy), None, 1), None)
         arena = copy.arena
         fresh = arena.number not in self._given
         self._given.add(arena.number)
-        header = frames.REPLY.pack(frames.OK, int(fresh), 0, 0, arena.number, 0)
+        header = frames.REPLY.pack(frames.OK, int(fresh), 0, 0, arena.number, self._shelf.oldest_arena)
         with self._shelf.sending(copy):
             socket.send_fds(self._sock, [header], [arena.descriptor] if fresh else [])
 

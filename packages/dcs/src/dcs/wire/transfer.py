@@ -14,7 +14,8 @@ from collections.abc import Callable
 import numpy as np
 
 from dcs import delta
-from dcs.errors import CorruptChunk, DcsError, ProtocolError
+from dcs.control.messages import Source
+from dcs.errors import CorruptChunk, DcsError, NoMemory, ProtocolError
 from dcs.manifest import hash_chunk
 from dcs.memory.shelf import Copy, Shelf, Superseded
 from dcs.plan import blocks
@@ -35,6 +36,7 @@ class Transfer:
         copy: what is filled.
         base: a whole older copy that the sources may send differences to.
         former: what the copy's arena held before.
+        departed: whether a source is a member no more, so that there is no use in waiting for it.
 
     Attributes:
         received: payload bytes by source member, retries included.
@@ -44,12 +46,20 @@ class Transfer:
         starved: sources that say they wait for theirs.
     """
 
-    def __init__(self, shelf: Shelf, copy: Copy, base: Copy | None, former: Copy | None) -> None:
+    def __init__(
+        self,
+        shelf: Shelf,
+        copy: Copy,
+        base: Copy | None,
+        former: Copy | None,
+        departed: Callable[[Source], bool] = lambda _: False,
+    ) -> None:
         self.shelf = shelf
         self.copy = copy
         self.base = base
         copy.derived_from = -1 if base is None else base.version
         self.former = former
+        self.departed = departed
         self.spoilt: set[int] = set()
         self.received: Counter[int] = Counter()
         self.differences = 0
@@ -135,6 +145,8 @@ class Lane:
             self._run()
         except (OSError, DcsError, Superseded) as error:
             self.error = error
+        except MemoryError as error:
+            self.error = NoMemory(f"no memory to receive version {self._version}: {error}")
         finally:
             with self._transfer.shelf.changed:
                 for first, count, _ in self._asked:
@@ -142,6 +154,12 @@ class Lane:
                 self.ended = True
                 self._transfer.starved.discard(self.connection.source.member)
                 self._transfer.shelf.notify()
+
+    def refuse(self, error: DcsError) -> None:
+        """It cannot run at all."""
+        with self._transfer.shelf.changed:
+            self.error, self.ended = error, True
+            self._transfer.shelf.notify()
 
     def _run(self) -> None:
         stream = self._progress.stream
@@ -280,6 +298,9 @@ class Lane:
         return self._scratch[:size]
 
     def _waiting(self) -> None:
+        source = self.connection.source
+        if self._transfer.departed(source):
+            raise ConnectionAbortedError(f"{source.name!r} waits for its own source, and was evicted")
         with self._transfer.shelf.changed:
             self._transfer.heard = time.monotonic()
             self._transfer.starved.add(self.connection.source.member)
@@ -291,7 +312,10 @@ def run_lanes(lanes: list[Lane], watch: Callable[[], float]) -> None:
     it may cut lanes.
     """
     threads = [threading.Thread(target=lane.run, name="dcs-lane", daemon=True) for lane in lanes]
-    for thread in threads:
-        thread.start()
+    for lane, thread in zip(lanes, threads, strict=True):
+        try:
+            thread.start()
+        except RuntimeError as error:
+            lane.refuse(NoMemory(f"no memory for a thread to receive with: {error}"))
     while running := [thread for thread in threads if thread.is_alive()]:
         running[0].join(min(watch(), 60.0))
