@@ -170,7 +170,7 @@ def test_a_server_that_was_left_half_way_stays_paused_until_a_whole_version_come
     server: Any, model_folder: Path, trainer: Qwen3ForCausalLM
 ) -> None:
     tensors = trainer.state_dict()
-    broken = SglangApplier(server.url, mode="distributed", model=model_folder, bucket_bytes=BUCKET_BYTES)
+    broken = SglangApplier(server.url, model=model_folder, bucket_bytes=BUCKET_BYTES)
     broken(Handmade(300, tensors))
     # The server leaves the group behind the applier's back, and refuses the next bucket.
     server.post("/destroy_weights_update_group", {"group_name": broken._transport._name})  # pyright: ignore

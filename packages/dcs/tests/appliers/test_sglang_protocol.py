@@ -4,6 +4,7 @@ tests/engines in the workspace has the real server.
 """
 
 import base64
+import functools
 import io
 import pickle
 import threading
@@ -20,6 +21,8 @@ import torch.distributed as dist
 from dcs.appliers import Prefixed, SglangApplier
 from dcs.appliers.checkpoint import read
 from torch.distributed.distributed_c10d import PrefixStore
+
+in_band = functools.partial(SglangApplier, mode="tensor")
 
 ALLOWED = {
     ("torch", "uint8"),
@@ -108,7 +111,7 @@ def sglang(engine_server: Callable[[], Any]) -> Callable[..., FakeSglang]:
 
 def test_a_version_is_pushed_in_buckets_between_pause_and_continue(sglang, folder, weights, version) -> None:
     server = sglang()
-    with SglangApplier(server.url, model=folder, bucket_bytes=300) as applier:
+    with in_band(server.url, model=folder, bucket_bytes=300) as applier:
         assert applier.layout == dcs.layout.of(weights(0))
         applier(version(5, weights(1)))
     assert server.holds(weights(1))
@@ -135,7 +138,7 @@ def test_a_version_is_pushed_in_buckets_between_pause_and_continue(sglang, folde
 
 def test_each_rank_of_a_server_gets_a_payload(sglang, folder, weights, version) -> None:
     server = sglang(tp_size=3)
-    SglangApplier(server.url, model=folder)(version(1, weights(1)))
+    in_band(server.url, model=folder)(version(1, weights(1)))
     assert server.payloads == 3
     assert server.holds(weights(1))
 
@@ -148,7 +151,7 @@ def test_the_cache_of_the_old_weights_is_flushed_unless_requests_keep_it(
     pause, flush, sglang, folder, weights, version
 ) -> None:
     server = sglang()
-    SglangApplier(server.url, model=folder, pause=pause)(version(1, weights(1)))
+    in_band(server.url, model=folder, pause=pause)(version(1, weights(1)))
     assert [path for path, _ in server.calls.log if "flush" in path] == flush
     assert ("/pause_generation", {"mode": pause}) in server.calls.log
 
@@ -157,7 +160,7 @@ def test_disk_mode_writes_a_folder_and_removes_it(sglang, folder, weights, versi
     server = sglang()
     shared = tmp_path / "shared"
     shared.mkdir()
-    with SglangApplier(server.url, model=folder, mode="disk", directory=shared) as applier:
+    with in_band(server.url, model=folder, mode="disk", directory=shared) as applier:
         applier(version(1, weights(1)))
         assert server.holds(weights(1))
         assert len(list(shared.iterdir())) == 1
@@ -167,7 +170,7 @@ def test_disk_mode_writes_a_folder_and_removes_it(sglang, folder, weights, versi
 
 def test_what_does_not_fit_is_refused_without_a_word_to_the_server(sglang, folder, weights, version) -> None:
     server = sglang()
-    applier = SglangApplier(server.url, model=folder)
+    applier = in_band(server.url, model=folder)
     asked = len(server.calls.log)
     with pytest.raises(dcs.LayoutMismatch, match=r"'model\.norm\.weight' of version 1 is bfloat16\[9\]"):
         applier(version(1, weights(1) | {"model.norm.weight": torch.zeros(9).bfloat16()}))
@@ -180,7 +183,7 @@ def test_an_error_before_the_first_bucket_leaves_a_server_that_serves_on(
     path, sglang, folder, weights, version
 ) -> None:
     server = sglang()
-    applier = SglangApplier(server.url, model=folder)
+    applier = in_band(server.url, model=folder)
     answer = server.calls.answers[path]
     server.calls.refuse(path, 503)
     with pytest.raises(dcs.ApplyFailed, match=f"{path} answered 503.*serves on as before"):
@@ -199,7 +202,7 @@ def test_an_error_after_the_first_bucket_leaves_the_server_paused(
     path, sglang, folder, weights, version
 ) -> None:
     server = sglang()
-    applier = SglangApplier(server.url, model=folder)
+    applier = in_band(server.url, model=folder)
     server.calls.refuse(path)
     with pytest.raises(dcs.ApplyFailed, match=f"half way.*left paused.*{path} answered 400"):
         applier(version(1, weights(1)))
@@ -214,7 +217,7 @@ def test_an_error_after_the_first_bucket_leaves_the_server_paused(
 def test_a_new_applier_heals_what_a_dead_one_left_open(sglang, folder, weights, version) -> None:
     server = sglang()
     server.paused = server.session = True
-    SglangApplier(server.url, model=folder)(version(1, weights(1)))
+    in_band(server.url, model=folder)(version(1, weights(1)))
     assert server.holds(weights(1))
     assert not server.paused
     assert not server.session
@@ -222,9 +225,9 @@ def test_a_new_applier_heals_what_a_dead_one_left_open(sglang, folder, weights, 
 
 def test_a_server_that_is_gone_or_does_not_answer_is_said_to_be(sglang, folder, weights, version) -> None:
     with pytest.raises(dcs.ApplyFailed, match="was not answered"):
-        SglangApplier("http://127.0.0.1:9", model=folder)
+        in_band("http://127.0.0.1:9", model=folder)
     server = sglang()
-    applier = SglangApplier(server.url, model=folder, timeout_seconds=0.3)
+    applier = in_band(server.url, model=folder, timeout_seconds=0.3)
     stuck = threading.Event()
     server.calls.answers["/update_weights_from_tensor"] = lambda _body: (200, {"waited": stuck.wait(10.0)})
     with pytest.raises(dcs.ApplyFailed, match=r"left paused.*was not answered: TimeoutError"):
@@ -236,8 +239,8 @@ def test_servers_that_sglang_cannot_update_so_are_refused(sglang, folder) -> Non
     server = sglang()
     server.calls.answers["/server_info"] = lambda _body: (200, {"tp_size": 2, "pp_size": 1, "dp_size": 4})
     with pytest.raises(dcs.ApplyFailed, match="4 data-parallel ranks"):
-        SglangApplier(server.url, model=folder)
-    SglangApplier(server.url, model=folder, mode="disk").close()
+        in_band(server.url, model=folder)
+    in_band(server.url, model=folder, mode="disk").close()
 
 
 @pytest.mark.parametrize(
@@ -246,18 +249,18 @@ def test_servers_that_sglang_cannot_update_so_are_refused(sglang, folder) -> Non
 def test_unknown_choices_are_named(wrong, sglang, folder) -> None:
     server = sglang()
     with pytest.raises(ValueError, match="it must be"):
-        SglangApplier(server.url, model=folder, **wrong)
+        in_band(server.url, model=folder, **wrong)
     with pytest.raises(ValueError, match="must look like"):
-        SglangApplier("127.0.0.1:30000", model=folder)
+        in_band("127.0.0.1:30000", model=folder)
 
 
 def test_the_key_of_the_server_is_sent_and_its_folder_need_not_be_here(sglang, weights, version) -> None:
     server = sglang()
     with pytest.raises(dcs.LayoutMismatch, match="'org/model', which is no folder here"):
-        SglangApplier(server.url)
+        in_band(server.url)
     names = Prefixed(published_prefix="actor.")
     published = {f"actor.{name}": tensor for name, tensor in weights(1).items()}
-    applier = SglangApplier(server.url, layout=dcs.layout.of(published), names=names, api_key="s3cret")
+    applier = in_band(server.url, layout=dcs.layout.of(published), names=names, api_key="s3cret")
     applier(version(1, published))
     assert server.holds(weights(1))
     assert server.calls.headers["Authorization"] == "Bearer s3cret"
@@ -309,7 +312,7 @@ class Receiver:
 def test_distributed_mode_broadcasts_buckets_in_a_group_of_its_own(sglang, folder, weights, version) -> None:
     server = sglang()
     Receiver(server)
-    with SglangApplier(server.url, model=folder, mode="distributed", bucket_bytes=300) as applier:
+    with in_band(server.url, model=folder, mode="distributed", bucket_bytes=300) as applier:
         for number in (1, 2):
             applier(version(number, weights(number)))
             assert server.holds(weights(number))
@@ -322,7 +325,7 @@ def test_distributed_mode_broadcasts_buckets_in_a_group_of_its_own(sglang, folde
 def test_a_distributed_update_that_is_refused_does_not_hang(sglang, folder, weights, version) -> None:
     server = sglang()
     Receiver(server)
-    applier = SglangApplier(server.url, model=folder, mode="distributed")
+    applier = in_band(server.url, model=folder, mode="distributed")
     applier(version(1, weights(1)))
     server.calls.refuse("/update_weights_from_distributed")
     began = time.monotonic()
@@ -338,7 +341,7 @@ def test_a_server_that_does_not_join_the_group_serves_on(
     monkeypatch.setattr("dcs.appliers.sglang.applier._JOIN_SECONDS", 1.0)
     server = sglang()
     server.calls.refuse("/init_weights_update_group")
-    applier = SglangApplier(server.url, model=folder, mode="distributed")
+    applier = in_band(server.url, model=folder, mode="distributed")
     with pytest.raises(dcs.ApplyFailed, match=r"init_weights_update_group.*serves on as before"):
         applier(version(1, weights(1)))
     assert applier.usable

@@ -45,9 +45,10 @@ class SglangApplier:
         dtype: without `layout`: in which floating tensors are published, if not as in the folder; the server
             casts while it loads.
         names: how published names differ from those of the checkpoint.
-        mode: `tensor` carries the weights inside HTTP calls (CPU tensors: any machine, SGLang's pickle in
-            base64; CUDA tensors: handles, same machine), `distributed` broadcasts them (gloo, or nccl with
-            a GPU here), `disk` writes a file that the server reads.
+        mode: `distributed` broadcasts the weights (gloo, or nccl with a GPU here). `tensor` carries them
+            inside HTTP calls: as CUDA-IPC handles when they are on a GPU that the server shares, else as bytes,
+            which go through any proxy but cost SGLang some 25 CPU-seconds a GB. `disk` writes a file that the
+            server reads.
         pause: what becomes of running requests. `abort`: they end with what they have. `retract`: they go
             on afterwards, and their tokens so far are recomputed with the new weights. `in_place`: they go
             on with the cache of the old weights, and so do prefixes that the server has cached: cheapest,
@@ -79,7 +80,7 @@ class SglangApplier:
         model: str | os.PathLike[str] | None = None,
         dtype: torch.dtype | None = None,
         names: NameMap = _SAME,
-        mode: Literal["tensor", "distributed", "disk"] = "tensor",
+        mode: Literal["tensor", "distributed", "disk"] = "distributed",
         pause: Literal["abort", "retract", "in_place"] = "retract",
         api_key: str | None = None,
         bucket_bytes: int = 512 << 20,
