@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 ROOT = Path(__file__).parents[2]
-TIMED = ("time/", "perf/", "queue/")
+TIMED = ("time/", "perf/", "queue/", "weights/")
 """Metrics that depend on the clock."""
 
 

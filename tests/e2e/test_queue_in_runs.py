@@ -109,7 +109,7 @@ def test_micro_batches_by_tokens_replay_bit_for_bit(local: Local) -> None:
     assert [step["perf/micro_batches"] for step in recorded.metrics] == [2.0] * 6
     replayed = local("quickstart", *words, name="replayed", replay=recorded)
     assert [entry["micro_batches"] for entry in replayed.lines("schedule/segment-0/actor.jsonl")] == cut
-    timed = ("time/", "perf/", "queue/")
+    timed = ("time/", "perf/", "queue/", "weights/")
     kept = [
         [{k: v for k, v in step.items() if not k.startswith(timed)} for step in run.metrics]
         for run in (recorded, replayed)

@@ -41,6 +41,8 @@ def test_a_dumped_configuration_loads_to_an_equal_one(tmp_path: Path) -> None:
         (["steps"], "not of the form key=value"),
         (["actor=3", "actor.lr=1"], "already given a value"),
         (["actor.lr=[1"], "not YAML"),
+        (["weights.wires=[rdma]"], "weights.wires.0 = 'rdma': Input should be 'shm' or 'tcp'"),
+        (["weights.streams=0"], "weights.streams = 0"),
     ],
 )
 def test_wrong_words_are_named_with_the_way_out(words: list[str], expected: str) -> None:
@@ -80,6 +82,12 @@ def test_a_file_that_is_no_mapping_is_refused(tmp_path: Path, text: str) -> None
         (["model.context_length=16"], "leaves no room"),
         (["data.path="], "data.path is empty"),
         (["actor.supervised.steps=3"], "data.answer_column"),
+        (["weights.wires=[tcp, tcp]"], "names a wire twice"),
+        (
+            ["weights.wires=[shm]", "weights.delta=true"],
+            "add tcp to weights.wires, or leave weights.delta out",
+        ),
+        (["weights.wires=[shm]", "ray.address=auto"], "a cluster may have several; add tcp"),
     ],
 )
 def test_combinations_that_cannot_work_are_refused(words: list[str], expected: str) -> None:

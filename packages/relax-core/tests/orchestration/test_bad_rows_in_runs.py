@@ -172,7 +172,7 @@ def test_a_bad_row_further_on_drops_its_group_and_the_slot_goes_to_the_next_prom
 
 
 def test_colocate_with_bad_rows_resumes_bit_for_bit(start: Start) -> None:
-    timed = ("time/", "perf/", "queue/")
+    timed = ("time/", "perf/", "queue/", "weights/")
     whole = start("half", name="whole", mode="colocate", steps=6, rollout__max_failures=5)
     start("half", name="parts", mode="colocate", steps=4, rollout__max_failures=5)
     parts = start("half", name="parts", steps=6, resume=True)

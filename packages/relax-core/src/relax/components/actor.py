@@ -19,7 +19,7 @@ from relax.components.context import RunContext
 from relax.distributed.bus import Bus
 from relax.distributed.schedule import Record, read
 from relax.distributed.version_clock import VersionClock
-from relax.distributed.weights import WeightPublisher
+from relax.distributed.weights import WeightPublisher, publish_metrics
 from relax.engine.checkpoints import Checkpoints, Trained
 from relax.engine.micro_batches import Group, canonical, chunked, groups_of, ordered, pack, within
 from relax.ops.reports import Reports
@@ -178,7 +178,7 @@ class Actor:
         self._note_skipped(step, stats)
         self._clock.stepped(step)
         begun = time.perf_counter()
-        await self._in_thread(self._publish)
+        published = await self._in_thread(self._publish)
         clocks.publish = time.perf_counter() - begun
         self._record.write(
             step=step,
@@ -195,6 +195,7 @@ class Actor:
         await self._bus.advance(self._clock.actor)
         metrics = step_metrics(step, groups, totals, stats, clocks)
         metrics["perf/micro_batches"] = float(len(sizes))
+        metrics |= published
         await self._settled()
         batches = list({id(group.batch): group.batch for group in groups}.values())
         self._tail = asyncio.create_task(self._acknowledge(step, batches, metrics))
@@ -312,8 +313,10 @@ class Actor:
     async def _in_thread(self, call: Callable[[], Any]) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._compute, call)
 
-    def _publish(self) -> None:
-        self._publisher.publish(self._clock.actor, dict(self._backend.tensors()))
+    def _publish(self) -> dict[str, float]:
+        """Publish the newest version; returns what is told of the one before."""
+        stats = self._publisher.publish(self._clock.actor, dict(self._backend.tensors()))
+        return publish_metrics(stats) if stats is not None else {}
 
     def _save(self) -> None:
         self._checkpoints.save(self._clock.actor, self._backend.state(), self._trained.state())

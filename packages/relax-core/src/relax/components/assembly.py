@@ -73,9 +73,7 @@ def actor(context: RunContext, reports: Reports) -> Any:
             warm_up(context, backend, reports)
         if config.reference:
             backend.export(initial_folder(context.folder))
-    publisher = WeightPublisher(
-        context.weights, context.run, dict(backend.tensors()), config.weights
-    )
+    publisher = WeightPublisher(context.weights, context.run, dict(backend.tensors()), config.weights)
     checkpoints = Checkpoints(context.folder, config.checkpoint.keep)
     return Actor(context, backend, algorithm_of(config), checkpoints, publisher, reports)
 

@@ -1,12 +1,14 @@
 """One engine replica, and the task that keeps it at the newest published weights."""
 
+from dataclasses import asdict
+
 import dcs
 
 from relax.backends.inference.log import EngineLog
 from relax.backends.inference.registry import engine_class
 from relax.components.context import RunContext
 from relax.distributed.schedule import Record, read
-from relax.distributed.weights import follow
+from relax.distributed.weights import Arrival, follow
 from relax.engine.pool import PooledEngine
 
 
@@ -18,6 +20,7 @@ class EngineHost:
         self.name = name
         self._context = context
         self._record = Record(context.schedule / f"{name}.jsonl")
+        self._arrivals = Record(context.folder / "weights.jsonl")
         self._log = EngineLog()
         replay = None
         if context.replay is not None:
@@ -42,8 +45,12 @@ class EngineHost:
             self.name,
             layout,
             context.config.weights,
-            self._flush,
+            self._committed,
         )
+
+    def _committed(self, arrival: Arrival) -> None:
+        self._flush()
+        self._arrivals.write(**asdict(arrival))
 
     def _flush(self) -> None:
         """Write away what the engine has decided since the last commit."""
@@ -54,3 +61,4 @@ class EngineHost:
         await self.engine.close()
         self._flush()
         self._record.close()
+        self._arrivals.close()

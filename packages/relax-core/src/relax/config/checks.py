@@ -6,7 +6,7 @@ from relax.config.run import RunConfig
 
 def check(config: RunConfig) -> None:
     """Raise ConfigError for the combinations that single fields cannot see; all of them at once."""
-    faults = [*_staleness(config), *_sampling(config), *_groups(config), *_inputs(config)]
+    faults = [*_staleness(config), *_sampling(config), *_groups(config), *_inputs(config), *_weights(config)]
     if faults:
         raise ConfigError("this configuration cannot run:\n  " + "\n  ".join(faults))
 
@@ -74,4 +74,23 @@ def _inputs(config: RunConfig) -> list[str]:
             f"actor.supervised.steps = {supervised.steps} needs answers to imitate: name their column in "
             f"data.answer_column"
         )
+    return faults
+
+
+def _weights(config: RunConfig) -> list[str]:
+    weights = config.weights
+    faults = []
+    if len(set(weights.wires)) < len(weights.wires):
+        faults.append(f"weights.wires = {weights.wires} names a wire twice; name each once")
+    if "tcp" not in weights.wires:
+        if weights.delta:
+            faults.append(
+                f"weights.delta = true with weights.wires = {weights.wires}: differences travel by tcp, and "
+                f"mapped memory has no use for them; add tcp to weights.wires, or leave weights.delta out"
+            )
+        if config.ray.address is not None:
+            faults.append(
+                f"weights.wires = {weights.wires} with ray.address = {config.ray.address!r}: memory is "
+                f"mapped on one machine only, and a cluster may have several; add tcp to weights.wires"
+            )
     return faults

@@ -55,13 +55,19 @@ class WeightSettings(Settings):
     port: int = Field(default=0, ge=0, le=65535)
     """Port of the coordinator on loopback; 0 takes a free one."""
     timeout_seconds: float = Field(default=120.0, gt=0)
-    """Longest wait for engines to take a version."""
+    """Longest wait for engines to take a version, and for a coordinator that is being started again."""
     wires: list[Literal["shm", "tcp"]] = Field(default=["shm", "tcp"], min_length=1)
-    """How a version may travel: memory of the same machine mapped, or TCP; the first that can."""
+    """How a version may travel: `shm`, the trainer's copy of it mapped by engines on the same machine, or
+    `tcp`. Mapped where that is possible, and by tcp else; with one of them only by that one.
+    """
     streams: int = Field(default=4, ge=1, le=64)
-    """TCP connections from an engine to a source on another machine."""
+    """TCP connections from an engine to a source on another machine; a long line needs several. On one
+    machine there is one.
+    """
     delta: bool | None = None
-    """Send only what changed since the version before, bit for bit; not given: between machines only."""
+    """Send by tcp only what changed since the version before, bit for bit: true, false, or null, between
+    machines only. What is mapped is never a difference.
+    """
 
 
 class RaySettings(Settings):

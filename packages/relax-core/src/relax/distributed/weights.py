@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import dcs
@@ -31,8 +32,35 @@ class Updatable(Protocol):
     async def commit_update(self, version: int) -> Update: ...
 
 
+@dataclass(frozen=True)
+class Arrival:
+    """One version in one engine.
+
+    Attributes:
+        engine: its name.
+        version: that it has committed.
+        wire: how it came: `shm`, `tcp` or `tcp+delta`.
+        nbytes: size of the version.
+        received: bytes of it that came over a connection; none of what was mapped.
+        transfer_seconds: from the first request to the last verified chunk, beside the decode loop.
+        pause_seconds: that decoding stood still for the commit.
+    """
+
+    engine: str
+    version: int
+    wire: str
+    nbytes: int
+    received: int
+    transfer_seconds: float
+    pause_seconds: float
+
+
 class WeightPublisher:
-    """The actor's side. A version is frozen when `publish` returns; it travels while the next step runs."""
+    """The actor's side. A version is frozen when `publish` returns; it travels while the next step runs.
+
+    A coordinator that dies and is started again costs a wait, nothing else; `weights.timeout_seconds` bounds
+    it.
+    """
 
     def __init__(
         self, endpoint: Endpoint, run: str, tensors: "Mapping[str, Tensor]", settings: WeightSettings
@@ -43,24 +71,39 @@ class WeightPublisher:
             layout=dcs.layout.of(tensors),
             token=endpoint.token,
             wires=settings.wires,
+            timeout=settings.timeout_seconds,
         )
         self._timeout = settings.timeout_seconds
         self._last: dcs.Ticket | None = None
 
-    def publish(self, version: int, tensors: "Mapping[str, Tensor]") -> None:
+    def publish(self, version: int, tensors: "Mapping[str, Tensor]") -> dcs.Stats | None:
         """Freeze and announce. Waits first until the version before is in every live engine: engines skip
-        none, which keeps a recorded run replayable and bounds what is in flight.
+        none, which keeps a recorded run replayable and bounds what is in flight. Returns how the version
+        before went; None when this is the first.
         """
-        self.settle()
+        before = self.settle()
         self._last = self._publisher.publish(version, tensors)
+        return before
 
-    def settle(self) -> None:
-        """Wait until the newest version has been committed by every live subscriber."""
-        if self._last is not None:
-            self._last.wait(self._timeout)
+    def settle(self) -> dcs.Stats | None:
+        """Wait until the newest version has been committed by every live subscriber; returns how that went,
+        None before the first version.
+        """
+        return None if self._last is None else self._last.wait(self._timeout)
 
     def close(self) -> None:
         self._publisher.close()
+
+
+def publish_metrics(stats: dcs.Stats) -> dict[str, float]:
+    """What the trainer knows of a version: its bytes, the seconds it took to freeze, and those until the last
+    engine that waited for it had committed it.
+    """
+    return {
+        "weights/payload": float(stats.nbytes),
+        "weights/freeze": stats.freeze_seconds,
+        "weights/commit": max((taken.ack_seconds for taken in stats.acked.values()), default=0.0),
+    }
 
 
 async def follow(
@@ -70,10 +113,10 @@ async def follow(
     name: str,
     layout: "dcs.Layout",
     settings: WeightSettings,
-    committed: Callable[[], None] = lambda: None,
+    committed: Callable[[Arrival], None] = lambda arrival: None,
 ) -> None:
     """Commit each new version in an engine until cancelled: staged and verified beside the decode loop,
-    copied in between two decode steps, then acknowledged. `committed` is called after each.
+    copied in between two decode steps, then acknowledged. `committed` is called before the acknowledgement.
     """
     subscriber = await asyncio.to_thread(
         dcs.Subscriber,
@@ -85,6 +128,7 @@ async def follow(
         wires=settings.wires,
         streams=settings.streams,
         delta=settings.delta,
+        timeout=settings.timeout_seconds,
     )
     version = -1
     try:
@@ -95,7 +139,17 @@ async def follow(
             await engine.begin_update(staged.version, staged.tensors)
             update = await engine.commit_update(staged.version)
             version = staged.version
-            committed()
+            committed(
+                Arrival(
+                    name,
+                    version,
+                    staged.wire,
+                    staged.nbytes,
+                    staged.from_ranks + staged.from_peers,
+                    staged.transfer_seconds,
+                    update.pause_seconds,
+                )
+            )
             await asyncio.to_thread(staged.ack, update.pause_seconds)
     finally:
         await asyncio.shield(asyncio.to_thread(subscriber.close))

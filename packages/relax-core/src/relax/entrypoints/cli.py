@@ -86,6 +86,8 @@ def _train(words: list[str], resume: Path | None, replay: Path | None) -> None:
             typer.echo(
                 f"goodput: {outcome.goodput:.1%} of {outcome.generated_tokens:,.0f} generated tokens trained"
             )
+        if outcome.weights:
+            typer.echo(f"weights: {outcome.weights}")
         if outcome.waited:
             typer.echo(
                 f"the queue was full: groups waited {outcome.waited:.0f} s for room, added up "
@@ -128,6 +130,7 @@ def doctor(words: Words = None) -> None:
     from relax.orchestration.run_folder import RunFolder
     from relax.orchestration.services import services
     from relax.orchestration.train import prepare
+    from relax.orchestration.weights_trial import explain
 
     try:
         file, overrides = _split(words or [])
@@ -137,12 +140,14 @@ def doctor(words: Words = None) -> None:
             prepare(config, RunFolder(Path(folder)), resume=False)
         with services(config) as started:
             transport = started.transport
+            weights = explain(config, started.weights)
     except ConfigError as error:
         _fail(str(error), 2)
     typer.echo(
         f"queue: {transport}, at most {bytes_of(config.queue.max_bytes) / 2**30:.1f} GiB "
         f"(queue.max_bytes = {config.queue.max_bytes})"
     )
+    typer.echo(f"weights: {weights}")
     typer.echo(
         f"{config.mode}, max_staleness {config.max_staleness}, {config.steps} steps of "
         f"{config.batch_samples} samples: ok"

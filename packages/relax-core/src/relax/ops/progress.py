@@ -17,6 +17,9 @@ from rich.progress import (
 )
 from rich.table import Table
 
+from relax.ops.arrivals import wires
+from relax.ops.quantities import short_time, size
+
 PHASES = ("wait", "train", "optim", "publish")
 _BARS = "▁▂▃▄▅▆▇█"
 
@@ -69,7 +72,7 @@ class PlainDisplay:
             f"step {step + 1:>{len(str(self._steps))}}/{self._steps}  reward {metrics['reward/mean']:.3f}  "
             f"loss {metrics['loss']:+.4f}  staleness {metrics['staleness/mean']:.2f}  "
             f"{metrics['perf/tokens_per_second']:,.0f} tok/s  queue {metrics['queue/depth']:.0f} "
-            f"({size(metrics['queue/payload'])})  "
+            f"({size(metrics['queue/payload'])})  weights {travelled(metrics)}  "
             f"{metrics['time/step']:.2f} s"
         )
 
@@ -134,6 +137,10 @@ class RichDisplay:
             parts.append(self._numbers())
             parts.append(f"reward  [green]{sparkline(self._rewards, 60)}[/green]")
             parts.append(f"time    {shares(self._spent)}")
+            parts.append(
+                f"weights {travelled(self._metrics)}, commit pauses decoding for "
+                f"{short_time(self._metrics['weights/pause'])}"
+            )
         else:
             parts.append(f"[dim]{self._phase} ({time.monotonic() - self._started:.0f} s)[/dim]")
         return Panel(Group(*parts), title=f"relax · {self._title}", border_style="cyan")
@@ -163,13 +170,9 @@ def waited(seconds: float) -> str:
     return f" (full: waited {seconds:.1f} s)" if seconds else ""
 
 
-def size(nbytes: float) -> str:
-    """Bytes as people read them: `312 KiB`."""
-    for unit in ("B", "KiB", "MiB"):
-        if nbytes < 1024:
-            return f"{nbytes:.0f} {unit}"
-        nbytes /= 1024
-    return f"{nbytes:.1f} GiB"
+def travelled(metrics: Mapping[str, float]) -> str:
+    """`shm 1.2 ms`: how the version that a step began with came to the engines, and what that took."""
+    return f"{' and '.join(wires(metrics)) or 'to none'} {short_time(metrics['weights/transfer'])}"
 
 
 def sparkline(values: Sequence[float], width: int) -> str:

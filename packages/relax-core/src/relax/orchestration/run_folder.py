@@ -16,7 +16,7 @@ from relax.config import ConfigError, RunConfig, dump, load
 
 @dataclass(frozen=True)
 class RunFolder:
-    """Paths of a run: config.yaml, metrics.jsonl, samples.jsonl, events.jsonl, journal.jsonl,
+    """Paths of a run: config.yaml, metrics.jsonl, samples.jsonl, events.jsonl, weights.jsonl, journal.jsonl,
     accounting.jsonl, tensorboard/, checkpoints/, schedule/, logs/, and model/ where the model was made on the
     spot.
     """
@@ -38,6 +38,10 @@ class RunFolder:
     @property
     def events(self) -> Path:
         return self.path / "events.jsonl"
+
+    @property
+    def weights(self) -> Path:
+        return self.path / "weights.jsonl"
 
     @property
     def accounting(self) -> Path:

@@ -12,6 +12,11 @@ from relax.config import ConfigError, RunConfig
 from relax.config.sizes import bytes_of
 from relax.distributed.bus import Endpoint
 
+LEASE_SECONDS = 20.0
+"""Of actor and engines with the weight coordinator. Long, so that neither its restart nor a machine that is
+busy looks like a loss: whether a role has died is found by its launcher, and not by this.
+"""
+
 
 class QueueWatch:
     """How the processes of the queue fare. A storage unit that dies is started again by the queue itself; a
@@ -37,19 +42,50 @@ class QueueWatch:
         ]
 
 
+class CoordinatorWatch:
+    """How the weight coordinator fares. One that dies is started again at the same address, and roles join
+    it again by themselves; one that dies again and again ends the run.
+    """
+
+    def __init__(self, process: "dcs.CoordinatorProcess") -> None:
+        self._process = process
+        self._told = 0
+
+    @property
+    def failure(self) -> str | None:
+        """Why it is dead and stays so; None while all is well."""
+        return None if self._process.error is None else str(self._process.error)
+
+    def restarts(self) -> int:
+        """How often it was started again since the last call."""
+        before, self._told = self._told, self._process.restarts
+        return self._told - before
+
+
 @dataclass(frozen=True)
 class Services:
     """Where they listen.
 
     Attributes:
         queue: how its processes fare.
+        coordinator: how the weight coordinator fares.
         transport: how samples travel between roles and queue: `shm`, or `zmq (why not faster)`.
     """
 
     bus: Endpoint
     weights: Endpoint
     queue: QueueWatch
+    coordinator: CoordinatorWatch
     transport: str
+
+    @property
+    def failure(self) -> str | None:
+        """Why the run cannot go on; None while all is well."""
+        if self.queue.failure is not None:
+            return f"the queue failed: {self.queue.failure}"
+        if self.coordinator.failure is not None:
+            return f"the weight coordinator failed: {self.coordinator.failure}"
+        return None
 
 
 @contextlib.contextmanager
@@ -65,12 +101,15 @@ def services(config: RunConfig) -> Iterator[Services]:
         bus = Endpoint(queue.address, token, config.queue.transport)
         transport = _transport(bus)
         try:
-            weights = stack.enter_context(dcs.serve(port=config.weights.port, token=token))
+            weights = stack.enter_context(
+                dcs.serve(port=config.weights.port, token=token, lease_seconds=LEASE_SECONDS, restart=True)
+            )
         except dcs.DcsError as error:
             raise ConfigError(
                 f"weights.port = {config.weights.port}: the weight coordinator did not start: {error}"
             ) from error
-        yield Services(bus, Endpoint(weights.address, token), QueueWatch(queue), transport)
+        endpoint = Endpoint(weights.address, token)
+        yield Services(bus, endpoint, QueueWatch(queue), CoordinatorWatch(weights), transport)
 
 
 def _transport(bus: Endpoint) -> str:

@@ -14,6 +14,7 @@ from relax.components.context import RunContext
 from relax.config import RunConfig, check
 from relax.distributed.bus import Endpoint
 from relax.engine.checkpoints import Checkpoints, read_source
+from relax.ops.arrivals import Arrivals, wires
 from relax.ops.progress import Display, display
 from relax.ops.reports import Report
 from relax.ops.sinks import JsonLines, Sink, TensorBoard
@@ -23,7 +24,7 @@ from relax.orchestration.model_folder import model_folder, sees_pictures
 from relax.orchestration.plan import Plan, check_cpus, plan
 from relax.orchestration.preflight import preflight
 from relax.orchestration.run_folder import RunFolder, begin_segment, hold
-from relax.orchestration.services import QueueWatch, services
+from relax.orchestration.services import QueueWatch, Services, services
 
 POLL_SECONDS = 0.25
 """Between two looks at the roles while they start or end."""
@@ -49,6 +50,8 @@ class Outcome:
     trained_tokens: float = 0.0
     generated_tokens: float = 0.0
     waited: float = 0.0
+    weights: str = ""
+    """How the versions came into the engines, in a line."""
 
     @property
     def goodput(self) -> float:
@@ -77,6 +80,7 @@ class _Run:
     sinks: list[Sink]
     samples: JsonLines
     events: JsonLines
+    arrivals: Arrivals
     started: float = field(default_factory=time.monotonic)
     first_step_at: float | None = None
     rewards: list[float] = field(default_factory=list)
@@ -86,6 +90,7 @@ class _Run:
     waited: float = 0.0
     told_waited: float = 0.0
     told_full: bool = False
+    told_wires: set[str] = field(default_factory=set)
 
     def take(self, report: Report) -> None:
         match report.kind:
@@ -94,6 +99,8 @@ class _Run:
                 step, metrics = report.data["step"], report.data["metrics"]
                 metrics["queue/waited"] = self.waited - self.told_waited
                 self.told_waited = self.waited
+                metrics |= self.arrivals.metrics(step)
+                self._note_wires(step, metrics)
                 self.rewards.append(metrics["reward/mean"])
                 self.steps += 1
                 self.trained_tokens += metrics["tokens/trained"]
@@ -109,6 +116,20 @@ class _Run:
             case "event":
                 self.events.write({"time": time.time(), "role": report.role, **report.data})
                 self._show(report)
+
+    def _note_wires(self, version: int, metrics: dict[str, float]) -> None:
+        for wire in wires(metrics):
+            if wire not in self.told_wires:
+                self.told_wires.add(wire)
+                self.events.write(
+                    {
+                        "time": time.time(),
+                        "role": "weights",
+                        "event": "weights travel",
+                        "wire": wire,
+                        "version": version,
+                    }
+                )
 
     def _show(self, report: Report) -> None:
         match report.data["event"]:
@@ -137,6 +158,8 @@ class _Run:
                     f"storage unit {report.data['unit']} of the queue died and was started again; nothing is "
                     f"lost"
                 )
+            case "weight coordinator restarted":
+                self.display.note("the weight coordinator died and was started again; nothing is lost")
 
     def close(self) -> None:
         for sink in self.sinks:
@@ -188,14 +211,15 @@ def _train(config: RunConfig, folder: RunFolder, context: RunContext, title: str
     sinks: list[Sink] = [JsonLines(folder.metrics)]
     if config.log.tensorboard:
         sinks.append(TensorBoard(folder.tensorboard))
-    run = _Run(folder, shown, sinks, JsonLines(folder.samples), JsonLines(folder.events))
+    arrivals = Arrivals(folder.weights)
+    run = _Run(folder, shown, sinks, JsonLines(folder.samples), JsonLines(folder.events), arrivals)
     try:
         with services(config) as started:
             run.take(Report("event", "queue", {"event": "queue started", "transport": started.transport}))
             context = replace(context, bus=started.bus, weights=started.weights, segment=segment)
             try:
                 with _launcher(resolved, context, run) as launcher:
-                    stopped = asyncio.run(_supervise(launcher, resolved, config, run, started.queue))
+                    stopped = asyncio.run(_supervise(launcher, resolved, config, run, started))
             finally:
                 accounting = _accounts(started.bus, started.queue, run, segment)
     finally:
@@ -213,6 +237,7 @@ def _train(config: RunConfig, folder: RunFolder, context: RunContext, title: str
         run.trained_tokens,
         run.generated_tokens,
         run.waited,
+        arrivals.summary,
     )
 
 
@@ -265,7 +290,7 @@ def _launcher(resolved: Plan, context: RunContext, run: _Run) -> Iterator[Launch
 
 
 async def _supervise(
-    launcher: Launcher, resolved: Plan, config: RunConfig, run: _Run, queue: QueueWatch
+    launcher: Launcher, resolved: Plan, config: RunConfig, run: _Run, started: Services
 ) -> bool:
     """Start the roles and follow them to the end; returns whether the run was stopped early."""
     endless = frozenset(w for role in resolved.roles for w in role.workers if w.startswith("engine-"))
@@ -279,7 +304,7 @@ async def _supervise(
                 await asyncio.gather(starting, return_exceptions=True)
                 return True
             starting.result()
-            return await _follow(launcher, endless, stop, config, run, queue)
+            return await _follow(launcher, endless, stop, config, run, started)
         finally:
             await launcher.close()
 
@@ -290,7 +315,7 @@ async def _follow(
     stop: "asyncio.Future[None]",
     config: RunConfig,
     run: _Run,
-    queue: QueueWatch,
+    started: Services,
 ) -> bool:
     deadline = time.monotonic() + config.ray.start_seconds
     ready = False
@@ -308,9 +333,11 @@ async def _follow(
             run.display.phase("first rollouts")
         for report in poll.reports:
             run.take(report)
-        for unit in queue.restarted():
+        for unit in started.queue.restarted():
             run.take(Report("event", "queue", {"event": "storage unit restarted", "unit": unit}))
-        _raise_failed(poll, run, queue.failure)
+        for _ in range(started.coordinator.restarts()):
+            run.take(Report("event", "weights", {"event": "weight coordinator restarted"}))
+        _raise_failed(poll, run, started.failure)
         if poll.done(endless) or (ending is not None and _actor_done(poll)):
             return ending is not None
         if not ready and time.monotonic() > deadline and not run.rewards:
@@ -337,11 +364,11 @@ def _actor_done(poll: Poll) -> bool:
     return poll.workers["actor"].state == "done"
 
 
-def _raise_failed(poll: Poll, run: _Run, queue_failure: str | None) -> None:
+def _raise_failed(poll: Poll, run: _Run, service_failure: str | None) -> None:
     for status in poll.failed:
         (run.folder.logs / f"{status.worker}.error.txt").write_text(status.error)
-    if queue_failure is not None:
-        raise RoleFailed(f"the queue failed: {queue_failure}")
+    if service_failure is not None:
+        raise RoleFailed(service_failure)
     if not poll.failed:
         return
     first = min(poll.failed, key=lambda status: _consequence(status.error))
