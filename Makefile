@@ -63,7 +63,7 @@ bench-peers: $(filter .tools/%,$(UV)) ## Install the peers of the benchmarks: tr
 	@command -v redis-server >/dev/null || \
 	  echo "redis-server is missing: install it with the system's package manager (apt-get install redis-server)"
 
-engines: $(filter .tools/%,$(UV)) ## Install SGLang for tests/engines into .engines/ (the tests skip without it)
+engines: setup ## Install SGLang for tests/engines into .engines/ (the tests skip without it)
 	$(UV) venv --quiet --allow-existing --python $(BIN)/python .engines/sglang
 	$(UV) pip sync --quiet --compile-bytecode --python .engines/sglang/bin/python tests/engines/requirements-sglang.txt
 

@@ -46,9 +46,9 @@ class SglangApplier:
             casts while it loads.
         names: how published names differ from those of the checkpoint.
         mode: `distributed` broadcasts the weights (gloo, or nccl with a GPU here). `tensor` carries them
-            inside HTTP calls: as CUDA-IPC handles when they are on a GPU that the server shares, else as bytes,
-            which go through any proxy but cost SGLang some 25 CPU-seconds a GB. `disk` writes a file that the
-            server reads.
+            inside HTTP calls: as CUDA-IPC handles when they are on a GPU that the server shares, else as
+            bytes, which pass any proxy but cost SGLang some 25 CPU-seconds a GB. `disk` writes a file that
+            the server reads.
         pause: what becomes of running requests. `abort`: they end with what they have. `retract`: they go
             on afterwards, and their tokens so far are recomputed with the new weights. `in_place`: they go
             on with the cache of the old weights, and so do prefixes that the server has cached: cheapest,
