@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -67,6 +68,7 @@ class Follower:
                 self._changed.notify_all()
 
     def _take(self, staged: Staged) -> None:
+        began = time.monotonic()
         try:
             self._apply(staged)
         except Exception as cause:
@@ -74,7 +76,8 @@ class Follower:
                 f"applying version {staged.version} raised {cause!r}; this engine is unusable"
             )
             raise error from cause
-        staged.ack()
+        applied = getattr(self._apply, "last", None)  # what dcs.appliers say of the newest version
+        staged.ack(time.monotonic() - began if applied is None else applied.pause_seconds)
         with self._changed:
             self.version = staged.version
             self._changed.notify_all()

@@ -18,7 +18,7 @@ from dcs.arguments import (
     require_label,
     require_wires,
 )
-from dcs.control.address import require_token
+from dcs.control.address import require_reachable, require_token
 from dcs.control.curve import MemberKeys
 from dcs.control.link import Link, Rejoining
 from dcs.control.messages import Complete, Fenced, FromCoordinator, Join, Joined, Roster, Store
@@ -105,6 +105,7 @@ class Publisher:
         require_collective(collective, collective_seconds, world_size)
         require_chunk_bytes(chunk_bytes)
         require_token(host, token, "the publisher")
+        require_reachable(host, advertise, "the publisher")
         self.run = run
         self.layout = layout
         self._rank = rank

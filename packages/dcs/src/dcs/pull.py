@@ -409,6 +409,12 @@ class Puller:
 
     def _plan(self, job: Job, ranks: list[Source]) -> list[tuple[Source, Stream]]:
         """The stream from each rank that has something for this layout."""
+        if len(ranks) < len(job.target.roots):
+            raise PublisherLost(
+                f"version {job.target.version} of run {job.target.run!r} was published by"
+                f" {len(job.target.roots)} ranks, {len(ranks)} of them are left; waiting for the trainer to"
+                " come back"
+            )
         key = tuple(source.layout for source in ranks)
         if self._planned is None or self._planned[0] != key:
             wanted = sorted(set(key) - self._known.keys())

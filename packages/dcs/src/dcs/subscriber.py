@@ -16,7 +16,7 @@ from dcs.arguments import (
     require_label,
     require_wires,
 )
-from dcs.control.address import require_token
+from dcs.control.address import require_reachable, require_token
 from dcs.control.curve import MemberKeys
 from dcs.control.link import Link
 from dcs.control.messages import (
@@ -129,6 +129,7 @@ class Subscriber:
             raise DcsError(f"streams is {streams}; there has to be one")
         require_chunk_bytes(chunk_bytes)
         require_token(host, token, f"subscriber {name!r}")
+        require_reachable(host, advertise, f"subscriber {name!r}")
         self.run = run
         self.name = name
         self.layout = layout

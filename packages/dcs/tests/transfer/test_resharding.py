@@ -215,6 +215,36 @@ def test_floating_tensors_travel_as_the_layout_says(coordinator, stack):
         publisher.publish(1, master | {"steps": torch.arange(5).int()})
 
 
+def test_a_dead_rank_is_a_lost_publisher_and_no_end(coordinator, stack, eventually):
+    def gang(session: str) -> list[dcs.Publisher]:
+        return [
+            dcs.Publisher(
+                coordinator.address,
+                rank=rank,
+                world_size=2,
+                session=session,
+                layout=part(model(0), rank, 2)[1],
+            )
+            for rank in range(2)
+        ]
+
+    first = gang("first")
+    for rank, publisher in enumerate(first):
+        publisher.publish(0, part(model(0), rank, 2)[0])
+    first[1].close()
+    late = stack.enter_context(
+        dcs.Subscriber(coordinator.address, name="late", layout=part(model(0), 0, 1)[1])
+    )
+    assert late.next(timeout=0.5) is None
+    assert isinstance(late.health().error, dcs.PublisherLost)
+    first[0].close()
+    second = gang("second")
+    for rank, publisher in enumerate(second):
+        stack.callback(publisher.close)
+        publisher.publish(1, part(model(1), rank, 2)[0])
+    assert_same(late.fetch(1, timeout=10), model(1))
+
+
 def test_two_gangs_never_mix(coordinator, stack):
     old, new = model(0), model(1)
 

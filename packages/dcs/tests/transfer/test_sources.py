@@ -247,6 +247,7 @@ def test_progress_is_told(publish_to, subscribe):
         ({"group_size": 2}, "group_size is 2"),
         ({"chunk_bytes": 1}, "chunk_bytes is 1"),
         ({"host": "0.0.0.0"}, "without a token"),
+        ({"host": "0.0.0.0", "token": "t"}, "give advertise="),
     ],
 )
 def test_options_that_make_no_sense_are_refused(subscribe, options, words):

@@ -206,6 +206,31 @@ def test_follow_applies_newest_versions_until_closed(publish_to, subscribe):
     assert follower.error is None
 
 
+def test_who_acknowledges_and_leaves_at_once_has_acknowledged(publish_to, subscribe):
+    tensors = small(0)
+    publisher = publish_to(tensors)
+    for version in range(10):
+        subscriber = subscribe(tensors, f"engine-{version}")
+        ticket = publisher.publish(version, tensors)
+        subscriber.fetch(version, timeout=10)
+        subscriber.close()
+        assert list(ticket.wait(10).acked) == [f"engine-{version}"]
+
+
+def test_the_pause_of_a_commit_is_told(publish_to, subscribe):
+    tensors = small(0)
+    publisher, subscriber = publish_to(tensors), subscribe(tensors)
+    module = torch.nn.Module()
+    for name, tensor in tensors.items():
+        module.register_buffer(name, tensor.clone())
+    follower = subscriber.follow(applier := dcs.appliers.StateDictApplier(module))
+    taken = publisher.publish(3, small(3)).wait(10).acked["engine-0"]
+    assert follower.wait_for(3, 10) == 3
+    assert applier.last is not None
+    assert taken.pause_seconds == applier.last.pause_seconds > 0
+    assert torch.equal(module.get_buffer("w"), small(3)["w"])
+
+
 def test_a_failed_apply_takes_the_subscriber_out_of_the_run_and_says_so(publish_to, subscribe):
     tensors = small(0)
     publisher, subscriber = publish_to(tensors), subscribe(tensors)

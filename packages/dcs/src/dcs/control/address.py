@@ -2,7 +2,7 @@
 
 import ipaddress
 
-from dcs.errors import Unauthorized
+from dcs.errors import DcsError, Unauthorized
 
 
 def is_loopback(host: str) -> bool:
@@ -13,6 +13,15 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def require_reachable(host: str, advertise: str | None, what: str) -> None:
+    """Raise `DcsError` when `what` would listen on all addresses and tell nobody which of them to use."""
+    if host in ("0.0.0.0", "::", "") and advertise is None:
+        raise DcsError(
+            f"{what} would listen on all addresses ({host!r}) and others have to be told one of them: give"
+            " advertise=..., or the address itself as host"
+        )
 
 
 def require_token(host: str, token: str | None, what: str) -> None:

@@ -110,8 +110,9 @@ class Registry:
             case WantLayouts():
                 return [(identity, Layouts(message.request, self._layouts(member.run, message)))]
             case Leave():
+                told = self._roster(member.run)  # what it has just acknowledged counts, though it is leaving
                 self._remove(member, message.reason or "left", "absent", now)
-                return []
+                return told
 
     def refuse_unreadable(self, error: DcsError) -> Refused:
         """What to answer to a message that could not be read."""
@@ -169,12 +170,17 @@ class Registry:
         for run in self._touched:
             stale = sorted(run.stale, key=lambda member: member.id)
             out += [(member.identity, run.state(member)) for member in stale]
-            if run.roster_is_stale and run.gang is not None:
-                news = run.news()
-                out += [(member.identity, news) for member in run.gang.members]
-            run.roster_is_stale = False
+            out += self._roster(run)
         self._touched.clear()
         return out
+
+    def _roster(self, run: Run) -> Outgoing:
+        """The roster of a run to its ranks, if it has changed since they were told."""
+        stale, run.roster_is_stale = run.roster_is_stale, False
+        if not stale or run.gang is None:
+            return []
+        news = run.news()
+        return [(member.identity, news) for member in run.gang.members]
 
     def snapshot(self, now: float, unix_now: float, started: float) -> Topology:
         """Everything there is to see, at `now` on the caller's clock, which began at `started`."""

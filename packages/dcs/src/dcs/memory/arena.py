@@ -12,12 +12,13 @@ from collections.abc import Mapping
 
 import numpy as np
 import torch
+import xxhash
 
 from dcs.errors import DcsError, LayoutMismatch, NoMemory
 from dcs.layout import Layout, local, spec_of
 from dcs.layout.tensors import FLOATING
-from dcs.manifest import chunk_count, hash_chunk
 
+_BLOCK_BYTES = 256 << 10  # that are copied and then hashed; fits into the cache of a core
 _numbers = itertools.count(1)
 
 
@@ -91,27 +92,69 @@ class Arena:
     def fill(self, tensors: Mapping[str, torch.Tensor], chunk_bytes: int) -> tuple[int, ...]:
         """Copy `tensors` in, cast to the layout's dtypes, and return the xxh3-64 of every chunk.
 
-        A chunk is hashed as soon as it is complete, while it is still in cache. The tensors may lie on any
-        device, be non-contiguous, share storage, or require gradients; they must have been checked with
+        What has been copied is hashed at once, block by block, while it is in cache. The tensors may lie on
+        any device, be non-contiguous, share storage, or require gradients; they must have been checked with
         `check`.
         """
-        hashes: list[int] = []
-        chunks = chunk_count(self.nbytes, chunk_bytes)
+        hashes = _Hashes(self.memory, chunk_bytes)
         with torch.no_grad():
             for (name, view), end in zip(self.tensors.items(), self._ends, strict=True):
-                view.copy_(local(tensors[name]))
-                while len(hashes) < chunks and (len(hashes) + 1) * chunk_bytes <= end:
-                    start = len(hashes) * chunk_bytes
-                    hashes.append(hash_chunk(self.memory[start : start + chunk_bytes]))
-        if len(hashes) < chunks:
-            hashes.append(hash_chunk(self.memory[len(hashes) * chunk_bytes :]))
-        return tuple(hashes)
+                tensor = local(tensors[name])
+                source = _bytes_of(tensor, view.dtype)
+                if source is None:
+                    view.copy_(tensor)
+                else:
+                    start = end - len(source)
+                    for block in range(0, len(source), _BLOCK_BYTES):
+                        stop = min(block + _BLOCK_BYTES, len(source))
+                        np.copyto(self.flat[start + block : start + stop], source[block:stop])
+                        hashes.up_to(start + stop)
+                hashes.up_to(end)
+        return hashes.finish()
 
     def close(self) -> None:
         """Close the descriptor. The memory goes when the last view of it goes, here and elsewhere."""
         descriptor, self.descriptor = self.descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
+
+
+class _Hashes:
+    """xxh3-64 of the chunks of a buffer that is filled from its start."""
+
+    def __init__(self, memory: memoryview, chunk_bytes: int) -> None:
+        self._memory = memory
+        self._chunk_bytes = chunk_bytes
+        self._done = 0
+        self._state = xxhash.xxh3_64()
+        self._found: list[int] = []
+
+    def up_to(self, end: int) -> None:
+        """The bytes before `end` are there."""
+        while self._done < end:
+            stop = min(end, (len(self._found) + 1) * self._chunk_bytes)
+            self._state.update(self._memory[self._done : stop])
+            self._done = stop
+            if stop == (len(self._found) + 1) * self._chunk_bytes:
+                self._close()
+
+    def finish(self) -> tuple[int, ...]:
+        """All hashes; the last chunk may be short."""
+        if self._done > len(self._found) * self._chunk_bytes:
+            self._close()
+        return tuple(self._found)
+
+    def _close(self) -> None:
+        self._found.append(self._state.intdigest())
+        self._state.reset()
+
+
+def _bytes_of(tensor: torch.Tensor, dtype: torch.dtype) -> np.ndarray | None:
+    """The bytes of a tensor as they lie in host memory; None when it has to be converted first."""
+    plain = tensor.device.type == "cpu" and tensor.dtype == dtype and tensor.is_contiguous()
+    if not plain or tensor.is_conj() or tensor.is_neg():
+        return None
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy()
 
 
 def check(tensors: Mapping[str, torch.Tensor], layout: Layout, cast: bool = False) -> None:

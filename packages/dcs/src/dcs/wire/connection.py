@@ -139,7 +139,10 @@ class Connection:
         if length > manifests.encoded_limit(nbytes):
             raise ProtocolError(f"{self.source.name!r} sent a manifest of {length} bytes")
         raw = streams.receive(self._sock, length)
-        return manifests.decode(raw, self.welcome.fingerprint, nbytes, root)
+        found = manifests.decode(raw, self.welcome.fingerprint, nbytes, root)
+        if found.version != version:
+            raise ProtocolError(f"{self.source.name!r} gave the manifest of version {found.version}")
+        return found
 
     def done(self, version: int, mark: bytes) -> None:
         """Say that a version is not read any more. Raises `OSError`."""
