@@ -20,7 +20,7 @@ OPTIONS, in JSON, are those of `Subscriber` and `Publisher`. HOW, in JSON too:
                             is heard
     hold: true              keep each version until "ack" is heard
 
-Both hear "census" too, and say "census DESCRIPTORS THREADS MEMFDS SOCKETS"; an engine hears "health", and
+Both hear "census" too, and say "census DESCRIPTORS THREADS ARENAS SOCKETS"; an engine hears "health", and
 says "health COORDINATOR PUBLISHER ANNOUNCED ERROR", and with a version "check", and says "is DIGEST".
 """
 
@@ -97,18 +97,19 @@ class Talk:
 
     def census(self) -> None:
         """What this process has open, besides what it began with."""
-        links = []
+        links, arenas = [], set()
         for number in os.listdir("/proc/self/fd"):
             try:
                 links.append(os.readlink(f"/proc/self/fd/{number}"))
+                if "memfd:dcs" in links[-1]:
+                    arenas.add(os.stat(f"/proc/self/fd/{number}").st_ino)
             except FileNotFoundError:
                 continue  # the descriptor of this listing itself
         names = sum(
             line.split()[-1].startswith(f"@dcs-{os.getpid()}-")
             for line in Path("/proc/net/unix").read_text().splitlines()
         )
-        memfds = sum("memfd:dcs" in link for link in links)
-        self.say("census", len(links), threading.active_count(), memfds, names)
+        self.say("census", len(links), threading.active_count(), len(arenas), names)
 
     def halt(self, *words: object) -> None:
         self.say("halted", *words)

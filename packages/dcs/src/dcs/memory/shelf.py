@@ -268,8 +268,8 @@ class Shelf:
         with self.changed:
             for arena in [*(copy.arena for copy in (*self.held, *self._limbo)), *self._free]:
                 arena.close()
-            for waiting in (self.held, self._limbo, self._free):
-                waiting.clear()
+            for known in (self.held, self._limbo, self._free, self._arenas):
+                known.clear()
 
     def _wait_for(self, condition: Callable[[], object], seconds: float) -> bool:
         self._waiting += 1

@@ -212,6 +212,7 @@ class _Connection:
         finally:
             for copy in self._copies:
                 self._shelf.close_reader(self, copy, done=False)
+            self._copies.clear()  # their memory may have to go
             with self._lock:
                 self.open = False
                 self._sock.close()
