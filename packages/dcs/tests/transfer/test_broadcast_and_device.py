@@ -77,11 +77,11 @@ layout = dcs.layout.of(tensors)
 options = dict(collective="gloo", collective_seconds=4.0)
 publisher = dcs.Publisher(sys.argv[1], run="r", layout=layout, **options)
 subscriber = dcs.Subscriber(sys.argv[1], run="r", name="e", layout=layout, **options)
-subscriber._puller._groups.broadcast = lambda *_: subscriber._puller._groups.wait.wait()
-subscriber._puller._groups.wait = __import__("threading").Event()
+subscriber._intake._puller._groups.broadcast = lambda *_: subscriber._intake._puller._groups.wait.wait()
+subscriber._intake._puller._groups.wait = __import__("threading").Event()
 publisher.publish(0, tensors)
-subscriber._puller._groups.wait.wait(0.5)
-subscriber._puller._groups.wait.set()
+subscriber._intake._puller._groups.wait.wait(0.5)
+subscriber._intake._puller._groups.wait.set()
 subscriber.close()
 publisher.close()
 print("closed")
@@ -114,7 +114,7 @@ def test_versions_are_staged_on_the_device(publish_to, subscribe):
     held = subscriber.next(timeout=10)
     assert held is not None
     assert held.tensors["a"].data_ptr() not in {
-        copy.arena.tensors["a"].data_ptr() for copy in subscriber._shelf.held
+        copy.arena.tensors["a"].data_ptr() for copy in subscriber._intake.shelf.held
     }
     for version in range(1, 5):
         publisher.publish(version, model(version))

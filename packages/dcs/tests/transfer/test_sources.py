@@ -86,7 +86,7 @@ def test_on_one_machine_memory_is_mapped_and_nothing_is_sent(publish_to, subscri
     assert publisher.sent == 0
     # Two buffers at the publisher's, none at the receivers'.
     assert publisher._shelf._owned == 2
-    assert [subscriber._shelf._owned for subscriber in subscribers] == [0] * 4
+    assert [subscriber._intake.shelf._owned for subscriber in subscribers] == [0] * 4
 
 
 def test_a_mapped_version_that_is_held_is_not_written_by_later_ones(publish_to, subscribe):
@@ -174,7 +174,7 @@ def test_a_base_that_is_not_the_sources_is_noticed_and_the_version_sent_whole(pu
     receiver = subscribe(tensors, wires=("tcp",), delta=True)
     publisher.publish(0, tensors)
     receiver.fetch(timeout=10)
-    copy = receiver._shelf.held[0]
+    copy = receiver._intake.shelf.held[0]
     copy.hashes[0] = 12345  # as if another publisher had sent this version 0
     publisher.publish(1, stepped(tensors, 1))
     staged = receiver.next(after=0, timeout=10)
