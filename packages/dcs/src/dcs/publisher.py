@@ -188,8 +188,8 @@ class Publisher:
         while another rank is two versions behind, for at most `timeout`.
         Raises `LayoutMismatch`, `StaleVersion` (not newer than the run's newest, except that a restarted
         publisher may offer that one again with the same bits), `CoordinatorLost`, `Evicted`, `Closed`,
-        `Timeout` (another rank is behind). After an error nothing of it is served, and the version may be
-        published again.
+        `Timeout` (another rank is behind), `NoMemory`. After an error nothing of it is served, and the
+        version may be published again.
         """
         check(tensors, self.layout, cast=True)
         version = operator.index(version)

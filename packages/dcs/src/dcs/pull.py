@@ -409,12 +409,6 @@ class Puller:
 
     def _plan(self, job: Job, ranks: list[Source]) -> list[tuple[Source, Stream]]:
         """The stream from each rank that has something for this layout."""
-        if len(ranks) < len(job.target.roots):
-            raise PublisherLost(
-                f"version {job.target.version} of run {job.target.run!r} was published by"
-                f" {len(job.target.roots)} ranks, {len(ranks)} of them are left; waiting for the trainer to"
-                " come back"
-            )
         key = tuple(source.layout for source in ranks)
         if self._planned is None or self._planned[0] != key:
             wanted = sorted(set(key) - self._known.keys())
@@ -423,10 +417,22 @@ class Puller:
             missing = sorted(set(key) - self._known.keys())
             if missing:
                 raise ProtocolError(f"the coordinator does not know the layouts {', '.join(missing)}")
-            member = self._hello().member
-            made = plan(
-                self._layout, [self._known[each] for each in key], turn=member, who=self._hello().name
-            )
+            try:
+                made = plan(
+                    self._layout,
+                    [self._known[each] for each in key],
+                    turn=self._hello().member,
+                    who=self._hello().name,
+                )
+            except LayoutMismatch as error:
+                lost = len(job.target.roots) - len(ranks)
+                if not lost:
+                    raise
+                raise PublisherLost(
+                    f"{lost} of the {len(job.target.roots)} ranks that published version"
+                    f" {job.target.version} of run {job.target.run!r} are gone, with what only they had; waiting"
+                    " for the trainer to come back"
+                ) from error
             streams = [
                 Stream(rows, self._chunk_bytes, whole=False) if len(rows) else None for rows in made.blocks
             ]

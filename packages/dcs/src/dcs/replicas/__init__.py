@@ -9,16 +9,16 @@ What is guaranteed:
   keeper, only for memory of its own, and at most `block_seconds` (and five more, for a keeper to let go of
   what it maps).
 - A step is complete when every rank's shard of it is held by a reachable keeper, whole and of one attempt.
-Only
-  complete steps are restored, the newest one, and by all ranks the same: rank 0 chooses. The last `keep`
+  Only complete steps are restored, the newest one, and by all ranks the same: rank 0 chooses. The last `keep`
   complete steps stay; a step goes only once so many newer ones are complete, and never the last one of which
   all `copies` are made.
 - What is restored has the bits, shapes, dtypes and devices that were saved. Each 4 MiB chunk has an xxh3-128,
-and
-  the description of the tree has one: damage on the way is sent again, damage in a keeper's memory is found
-  when the shard is restored, and another keeper is asked. Restoring with another number of ranks is refused.
+  and the description of the tree has one: damage on the way is sent again, damage in a keeper's memory is
+  found when the shard is restored, and another keeper is asked. Restoring with another number of ranks is
+  refused.
 - A start of a run (a session) takes over from the ones before it. What an old rank that wakes up saves is
-refused. - A keeper that is lost, slow, full or refuses costs copies, never a step of training:
+  refused.
+- A keeper that is lost, slow, full or refuses costs copies, never a step of training:
   `Saved.degraded` and `Saved.failed` say so, and the next keeper in turn takes the copy.
 - Nothing is unpickled. A keeper that listens off loopback demands a token.
 """
