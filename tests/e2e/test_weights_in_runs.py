@@ -107,14 +107,14 @@ def test_a_run_survives_the_death_of_the_weight_coordinator(
     local: Local, kill_coordinator: Callable[[int], list[int]]
 ) -> None:
     killed = kill_coordinator(2)
-    run = local("quickstart", *SMALL, "steps=30")
+    run = local("quickstart", *SMALL, "steps=15")
     assert killed
     (accounts,) = run.accounting
     assert accounts["faults"] == []
-    assert accounts["put"] == accounts["trained"] == 30 * 16
+    assert accounts["put"] == accounts["trained"] == 15 * 16
     told = [entry for entry in run.lines("events.jsonl") if entry["event"] == "weight coordinator restarted"]
     assert len(told) == 1
-    assert every_engine_has_every_version(run, last=30)
+    assert every_engine_has_every_version(run, last=15)
     assert max(step["staleness/max"] for step in run.metrics) <= 1
 
 
