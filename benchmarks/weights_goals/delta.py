@@ -192,7 +192,7 @@ def end_to_end(sides: Sides) -> None:
         f"the values changed by one step of bfloat16; {count} rounds in turn; medians; bits compared by "
         f"their hash; {load_note(others.others())}"
     )
-    for claim in _end_to_end(figures, receivers * nbytes, how):
+    for claim in _end_to_end(figures, nbytes, receivers, how):
         print_claim(claim)
 
 
@@ -206,7 +206,7 @@ def drifted(fleet: Fleet) -> Round:
     return once
 
 
-def _end_to_end(figures: dict[str, Figures], delivered: int, how: str) -> Iterator[Claim]:
+def _end_to_end(figures: dict[str, Figures], nbytes: int, receivers: int, how: str) -> Iterator[Claim]:
     small, full = figures["delta"], figures["full"]
     for what, name in (("wall", "publish() to all staged"), ("transfer", "end of the freeze to all staged")):
         yield figure(
@@ -215,7 +215,9 @@ def _end_to_end(figures: dict[str, Figures], delivered: int, how: str) -> Iterat
         for side, found in figures.items():
             yield figure(f"delta, end to end: {name}, {side}", median(found[what]), "s", how)
     sent = [a + b for a, b in zip(small["sent"], small["sent by subscribers"], strict=True)]
-    yield figure("delta, end to end: bytes on the wire, times smaller", delivered / median(sent), "x", how)
+    yield figure(
+        "delta, end to end: bytes on the wire, times smaller", receivers * nbytes / median(sent), "x", how
+    )
     for side, found in figures.items():
         yield figure(
             f"delta, end to end: CPU of all but the freeze, {side}", median(found["cpu"]), "CPU-s", how

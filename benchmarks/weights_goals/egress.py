@@ -7,7 +7,7 @@ from .sides import Sides
 
 RECEIVERS = (2, 4, 8)
 QUICK_RECEIVERS = (2, 4)
-COUNTED = "bytes sent by the connections of the trainer that serve weights, as the kernel counts them"
+COUNTED = "bytes that arrived from the connections of the trainer that serve weights, as the kernel counts"
 
 
 def measure(sides: Sides) -> None:

@@ -7,7 +7,7 @@ from claims import at_most, figure, median, print_claim
 from .fleet import TCP, Fleet
 from .sides import Sides
 
-COUNTED = "bytes that the ranks and the engines have sent each other, as the kernel counts them"
+COUNTED = "bytes that arrived from the ranks and the engines, requests and all, as the kernel counts"
 
 
 @dataclass(frozen=True)

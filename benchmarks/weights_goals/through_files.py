@@ -27,7 +27,7 @@ def measure(sides: Sides) -> None:
     ):
         count = sides.rounds(5)
         figures = in_turn(
-            {"dcs, tcp": over_tcp.round, "dcs, mapped": mapped.round, **rounds}, count, warm_up=1
+            {"dcs, tcp": over_tcp.round, "dcs, mapped": mapped.round, **rounds}, count, warm_up=2
         )
         nbytes = over_tcp.needed() // RECEIVERS
     delivered = nbytes * RECEIVERS / GIGA

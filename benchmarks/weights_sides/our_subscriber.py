@@ -148,15 +148,31 @@ class Engine:
         np.copyto(*self._buffers)
         return {"seconds": time.perf_counter() - begun}
 
-    def watch(self, until: int, seconds: float) -> dict[str, int]:
-        """Take versions until number `until`; each is read whole, twice, while newer ones are published."""
-        deadline, after, seen, torn = time.monotonic() + seconds, -1, 0, 0
+    def watch(self, until: int, seconds: float) -> dict[str, Any]:
+        """Take versions until number `until`; each is read whole, twice, while newer ones are published.
+
+        Returns:
+            How many were `seen`, and for each that was `torn` its number, the values found, and how it came.
+        """
+        deadline, after, seen = time.monotonic() + seconds, -1, 0
+        torn: list[dict[str, Any]] = []
         while after < until:
             staged = self.subscriber.next(after, deadline - time.monotonic())
             if staged is None:
-                raise RuntimeError(f"only versions up to {after} of {until} came in {seconds:g} s")
+                health = self.subscriber.health()
+                raise RuntimeError(f"only versions up to {after} of {until} came in {seconds:g} s: {health}")
             for _ in range(2):
-                torn += any(bool((bits(t) != staged.version).any()) for t in staged.tensors.values())
+                wrong = {n: bits(t) for n, t in staged.tensors.items() if (bits(t) != staged.version).any()}
+                if wrong:
+                    values = sorted({int(value) for t in wrong.values() for value in t.unique()})
+                    torn.append(
+                        {
+                            "version": staged.version,
+                            "values": values,
+                            "tensors": len(wrong),
+                            "wire": staged.wire,
+                        }
+                    )
                 time.sleep(_LOOK_AGAIN_SECONDS)
             after, seen = staged.version, seen + 1
             staged.ack()

@@ -6,8 +6,9 @@ import socket
 import struct
 from pathlib import Path
 
-_BYTES_SENT = 200
-"""Offset in `struct tcp_info` (linux/tcp.h) of a 64-bit count: what has left, and again if it was lost."""
+_BYTES_ACKED = 120
+"""Offset in `struct tcp_info` (linux/tcp.h) of a 64-bit count: what has left here and arrived, each byte "
+"once."""
 
 
 class SentBytes:
@@ -42,5 +43,5 @@ def _sent(descriptor: int, port: int | None) -> int | None:
         with contextlib.suppress(OSError):  # the listener, or not connected
             connection.getpeername()
             info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
-            return struct.unpack_from("=Q", info, _BYTES_SENT)[0]
+            return struct.unpack_from("=Q", info, _BYTES_ACKED)[0]
     return None

@@ -65,17 +65,12 @@ def require_well_formed(lines: list[dict]) -> dict[str, dict]:
 
 
 def test_goals_run_for_real_and_print_a_machine_and_then_claims():
-    claims = require_well_formed(run("pause", "reshard"))
+    claims = require_well_formed(run("pause"))
     goals = {claim: line["goal"] for claim, line in claims.items() if line["goal"]}
     assert goals == {
         "pause, staged in its own slot: over the bytes by copy bandwidth": "<= 1.2",
         "pause, staged in the trainer's memory, mapped: over the bytes by copy bandwidth": "<= 1.2",
-        "reshard TP2 -> TP4: bytes on the wire, over the bytes needed": "<= 1.05",
-        "reshard TP4 -> TP1: bytes on the wire, over the bytes needed": "<= 1.05",
-        "reshard PP2 -> PP1: bytes on the wire, over the bytes needed": "<= 1.05",
     }
-    for name in ("TP2 -> TP4", "TP4 -> TP1", "PP2 -> PP1"):  # bytes, which no load changes
-        assert 1 <= claims[f"reshard {name}: bytes on the wire, over the bytes needed"]["value"] <= 1.05
 
 
 @pytest.mark.slow
@@ -101,6 +96,9 @@ def test_every_goal_of_the_table_is_a_claim():
         "replicas: what saving every step adds",
     ):
         assert any(claim.startswith(words) for claim in goals), words
+    for claim, line in claims.items():  # what no load changes
+        if any(words in claim for words in ("reshard", "egress", "joiner", "torn", "smaller")):
+            assert line["ok"] in (True, None), line
 
 
 def test_a_goal_that_does_not_exist_is_refused_by_name():
