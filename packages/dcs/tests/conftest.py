@@ -97,11 +97,16 @@ class Proxy:
         self._flip, self._cut, self._always = list(flip), list(cut), always_flip
         self.connections = 0
         self.passed = 0
+        self._flip_next = -1
         self._upstream = ("127.0.0.1", publisher.endpoint.port)
         self._listener = socket.create_server((publisher.endpoint.host, publisher.endpoint.port))
         self._sockets: list[socket.socket] = []
         self._threads = [threading.Thread(target=self._accept)]
         self._threads[0].start()
+
+    def flip_next(self, offset: int) -> None:
+        """Flip a bit of what the publisher says next, this many bytes from now, in whatever connection."""
+        self._flip_next = offset
 
     def close(self) -> None:
         self._listener.shutdown(socket.SHUT_RDWR)
@@ -146,6 +151,10 @@ class Proxy:
             while data := bytearray(source.recv(1 << 16)):
                 if 0 <= flip - offset < len(data):
                     data[flip - offset] ^= 4
+                if damage and self._flip_next >= 0:
+                    if self._flip_next < len(data):
+                        data[self._flip_next] ^= 16
+                    self._flip_next = max(-1, self._flip_next - len(data))
                 if damage and self._always:
                     for place in range(self._always - 1 - offset % self._always, len(data), self._always):
                         data[place] ^= 1

@@ -133,6 +133,7 @@ class Intake:
             self._puller.close()
         if self.mirrors is not None and not self.slots.having(SlotState.HELD):
             self.mirrors.close()
+        self.slots.all.clear()
         self.shelf.close()
 
     @property

@@ -1,4 +1,4 @@
-"""Peers that mean harm, at every port there is: nobody else is disturbed, no thread dies, no memory is taken."""
+"""Peers that mean harm, at every port: nobody else is disturbed, no thread dies, no memory is taken."""
 
 import socket
 import threading

@@ -112,13 +112,14 @@ def test_readers_that_never_let_go_cost_neither_the_newest_version_nor_the_train
 
 
 def test_memory_is_lent_by_its_owner_only(publisher, subscribe, model):
-    """A receiver that has mapped a version gives chunks of it, and not the memory: its owner would not know."""
+    """Who has mapped a version gives chunks of it, and not the memory: its owner would not know."""
     mapper = subscribe(model(0), "mapper", wires=("shm", "tcp"))
     publisher.publish(0, model(0))
     held = mapper.next(timeout=10)
     assert held.wire == "shm"
     assert mapper._server is not None
-    source = Source(1, -1, "mapper", mapper.layout.fingerprint, mapper._server.endpoint("127.0.0.1"), True)
+    there = mapper._server.endpoint("127.0.0.1")
+    source = Source(1, -1, "mapper", mapper.layout.fingerprint, there, True)
     copy = mapper._server.shelf.find(0)
     connection = Connection(source, unix=True)
     connection.greet(Hello("r", "thief", 99, mapper.layout.fingerprint, None, 4 << 20))

@@ -1,5 +1,6 @@
 """No memory to stage a version, no descriptors, no threads: said, survived, and over when it is over."""
 
+import contextlib
 import resource
 import socket
 import threading
@@ -91,11 +92,10 @@ def test_a_source_without_descriptors_serves_again_when_it_has_some(publish_to, 
     waiting = socket.socket()
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (waiting.fileno() + 64, hard))
-        try:
-            while True:
+        with contextlib.suppress(OSError):  # too many open files
+            while len(filling) < 10_000:
                 filling.append(socket.socket())
-        except OSError as error:
-            assert "Too many open files" in str(error)
+        assert len(filling) < 10_000
         waiting.connect(here)  # cannot be accepted now
     finally:
         for sock in filling:

@@ -1,6 +1,6 @@
-"""A reader that looks at every byte of every version, while the next ones arrive: none is torn, none goes back."""
+"""A reader looks at every byte of every version while the next ones arrive: none is torn or goes back."""
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import dcs
 import pytest
@@ -46,23 +46,16 @@ def watch(subscriber: dcs.Subscriber, last: int, seen: list[int], wires: set[str
 
 @pytest.mark.parametrize("updates", UPDATES)
 @pytest.mark.parametrize("wire", list(WIRES))
-def test_no_version_is_torn_and_none_goes_back(publish_to, subscribe, wire, updates):
+def test_no_version_is_torn_and_none_goes_back(publish_to, subscribe, stack, wire, updates):
     options = dict(WIRES[wire])
     common = {key: value for key, value in options.items() if key != "delta"}
     publisher = publish_to(weights(0), supersede_after=0.05, **common)
     readers = [subscribe(weights(0), f"reader-{index}", **options) for index in range(2)]
     seen, wires = [[], []], [set(), set()]
-    errors: list[BaseException] = []
-
-    def run(index: int) -> None:
-        try:
-            watch(readers[index], updates - 1, seen[index], wires[index])
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(index,)) for index in range(2)]
-    for thread in threads:
-        thread.start()
+    pool = stack.enter_context(ThreadPoolExecutor(2))
+    watching = [
+        pool.submit(watch, readers[index], updates - 1, seen[index], wires[index]) for index in range(2)
+    ]
     ticket = None
     for version in range(updates):
         tensors = weights(version)
@@ -71,9 +64,8 @@ def test_no_version_is_torn_and_none_goes_back(publish_to, subscribe, wire, upda
         tensors["b"].fill_(-1)
         if version % 4 == 0:  # now and then everybody catches up, so that the wire is not just passed over
             ticket.wait(30)
-    for thread in threads:
-        thread.join(60)
-    assert errors == []
+    for each in watching:
+        each.result(60)
     assert ticket is not None
     ticket.wait(10)
     assert all(numbers == sorted(set(numbers)) and numbers[-1] == updates - 1 for numbers in seen)
@@ -107,24 +99,14 @@ def test_versions_put_together_from_two_ranks_are_whole(coordinator, stack, subs
     ]
     reader = subscribe(weights(0), "reader", chunk_bytes=16 << 10)
     seen: list[int] = []
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            watch(reader, updates - 1, seen, set())
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
+    watching = stack.enter_context(ThreadPoolExecutor(1)).submit(watch, reader, updates - 1, seen, set())
     for version in range(updates):
         tickets = [
             publisher.publish(version, rank_of(version, rank)[0]) for rank, publisher in enumerate(publishers)
         ]
         if version % 4 == 0:
             tickets[0].wait(30)
-    thread.join(60)
-    assert errors == []
+    watching.result(60)
     assert seen == sorted(set(seen))
     assert seen[-1] == updates - 1
     assert len(seen) >= updates // 4

@@ -113,7 +113,8 @@ class Selected:
                     old, new = self._bytes(base, index, 1), self._bytes(self._copy, index, 0)
                     payload = delta.encode(old, new, self._unit, limit)
                     if payload is not None:  # it is checked before it is applied
-                        payload = hash_chunk(memoryview(payload)).to_bytes(8, "little") + payload
+                        value = self._hash(self._copy, index)
+                        payload = seal(memoryview(payload), value).to_bytes(8, "little") + payload
                     self._copy.deltas[key] = payload
             except Superseded:
                 self._base = None
@@ -155,6 +156,11 @@ def unit_of(layout: Layout) -> int:
     for spec in layout.tensors:
         totals[min(4, ITEMSIZE[spec.dtype])] += spec.nbytes
     return max(totals, key=lambda size: totals[size], default=1)
+
+
+def seal(difference: memoryview, value: int) -> int:
+    """xxh3-64 over a difference and the hash of the chunk that comes of it, which is not hashed again."""
+    return xxhash.xxh3_64_intdigest(difference, seed=value)
 
 
 def hash_parts(parts: Sequence[memoryview]) -> int:

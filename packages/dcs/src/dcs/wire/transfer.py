@@ -20,7 +20,7 @@ from dcs.manifest import hash_chunk
 from dcs.memory.shelf import Copy, Shelf, Superseded
 from dcs.plan import blocks
 from dcs.wire import frames, incoming
-from dcs.wire.chunks import hash_parts
+from dcs.wire.chunks import hash_parts, seal
 from dcs.wire.connection import Connection
 from dcs.wire.incoming import LANDED, TODO, Progress, Stream
 
@@ -204,7 +204,7 @@ class Lane:
                 f" of {length}"
             )
         if encoding == frames.DELTA:
-            outcome = self._receive_difference(index, length, base_value, base)
+            outcome = self._receive_difference(index, length, value, base_value, base)
         else:
             outcome = self._receive_dense(index, size, value)
         with transfer.shelf.changed:
@@ -241,13 +241,15 @@ class Lane:
             self.connection.receive_into(part)
         return _Got.GOOD if hash_parts(parts) == value else _Got.DAMAGED
 
-    def _receive_difference(self, index: int, length: int, base_value: int, base: Copy | None) -> _Got:
+    def _receive_difference(
+        self, index: int, length: int, value: int, base_value: int, base: Copy | None
+    ) -> _Got:
         transfer, stream = self._transfer, self._progress.stream
         payload = memoryview(bytearray(length))
         self.connection.receive_into(payload)
         if base is None or length < 8:
             raise ProtocolError(f"{self.connection.source.name!r} sent a difference that was not asked for")
-        if int.from_bytes(payload[:8], "little") != hash_chunk(payload[8:]):
+        if int.from_bytes(payload[:8], "little") != seal(payload[8:], value):
             return _Got.DAMAGED
         if not self._is_base(base, index, base_value):
             transfer.base = None  # the source's is another one: go on without
