@@ -244,6 +244,12 @@ def child(zygote: socket.socket, stack: ExitStack) -> Callable[..., Child]:
 
 
 @pytest.fixture
+def child_type() -> type[Child]:
+    """For who has another zygote."""
+    return Child
+
+
+@pytest.fixture
 def eventually() -> Callable[[Callable[[], bool], float], None]:
     """`eventually(condition, seconds)` waits for what no event announces to the outside."""
 

@@ -13,7 +13,9 @@ torch once is enough.
     ["trainer", ADDRESS, FLOATS, OPTIONS, HOW]       says "ready EPOCH"; hears "publish VERSION", and says
                                             "published VERSION EPOCH", or "failed ERROR"
 
-OPTIONS, in JSON, are those of `Subscriber` and `Publisher`. HOW, in JSON too:
+    ["coordinator", ADDRESS, OPTIONS]                says "ready ADDRESS", and is there until the test hangs up
+
+OPTIONS, in JSON, are those of `Subscriber`, `Publisher` and `Coordinator`; `tls` is a list of files. HOW, too:
 
     halt: [VERSION, SHARE]  stop (SIGSTOP) and say "halted" when so much of it has come, or been sent
     crawl: [VERSION, SECONDS]  wait this long after every chunk of this version and later ones, until "hurry"
@@ -218,6 +220,18 @@ def trainer(connection: socket.socket, address: str, floats: int, options: dict,
         )
 
 
+def coordinate(connection: socket.socket, host: str, options: dict) -> None:
+    talk = Talk(connection)
+    with dcs.Coordinator(host, **options) as coordinator:
+        talk.say("ready", coordinator.address)
+        talk.hear({})
+
+
+def with_tls(options: dict) -> dict:
+    """The same with certificates for file names."""
+    return options | ({"tls": dcs.Tls(*options["tls"])} if "tls" in options else {})
+
+
 def serve(requests: socket.socket) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children are reaped by themselves
     while True:
@@ -237,11 +251,15 @@ def serve(requests: socket.socket) -> None:
             elif role == "plain":
                 tensors = {"a": torch.zeros(int(rest[1]))}
                 subscribe(connection, address, rest[0], tensors, **json.loads(rest[2]))
+            elif role == "coordinator":
+                coordinate(connection, address, json.loads(rest[0]))
             elif role == "engine":
                 tensors = model(int(rest[1]), 0)
-                engine(connection, address, rest[0], tensors, json.loads(rest[2]), json.loads(rest[3]))
+                options = with_tls(json.loads(rest[2]))
+                engine(connection, address, rest[0], tensors, options, json.loads(rest[3]))
             elif role == "trainer":
-                trainer(connection, address, int(rest[0]), json.loads(rest[1]), json.loads(rest[2]))
+                options = with_tls(json.loads(rest[1]))
+                trainer(connection, address, int(rest[0]), options, json.loads(rest[2]))
             else:
                 publish(connection, address, int(rest[0]))
         return

@@ -121,6 +121,18 @@ def trainer(child: Any) -> Callable[..., Member]:
 
 
 @pytest.fixture
+def member_on(child_type: Any, stack: ExitStack) -> Callable[..., Member]:
+    """`member_on(zygote, role, ...)` is a member that another zygote has forked."""
+
+    def make(zygote: Any, role: str, *arguments: str) -> Member:
+        started = child_type(zygote, role, *arguments)
+        stack.callback(started.close)
+        return Member(started, role)
+
+    return make
+
+
+@pytest.fixture
 def publisher(
     coordinator: dcs.Coordinator, stack: ExitStack, model: Callable[[int], dict[str, torch.Tensor]]
 ) -> dcs.Publisher:

@@ -16,9 +16,7 @@ def stepped(version: int) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("at", [0, 5, 13, 17, 20, 28, 33, 45, 100, 1000, 3000])
-def test_a_flipped_bit_in_a_difference_is_noticed_and_it_is_asked_for_again(
-    publish_to, subscribe, proxy, at
-):
+def test_a_flipped_bit_in_a_difference_is_noticed_and_it_is_asked_for_again(publish_to, subscribe, proxy, at):
     publisher = publish_to(stepped(0), advertise="127.0.0.2", chunk_bytes=CHUNK, wires=("tcp",))
     between = proxy(publisher)
     subscriber = subscribe(stepped(0), chunk_bytes=CHUNK, wires=("tcp",), delta=True)
