@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from dcs.appliers.version import Applied
 from dcs.errors import ApplyFailed, Closed, DcsError, Timeout
 
 if TYPE_CHECKING:
@@ -54,18 +55,26 @@ class Follower:
             self._thread.join(timeout)
 
     def _run(self) -> None:
+        # What is told when `apply` ends the thread itself, as with sys.exit().
+        error: DcsError | None = ApplyFailed("the function given to follow has ended its thread")
         try:
             while True:
                 staged = self._subscriber.next(self.version, _ASK_SECONDS)
                 if staged is not None:
                     self._take(staged)
         except Closed:
-            return
-        except DcsError as error:
-            self._subscriber.fail(error)
-            with self._changed:
-                self.error = error
-                self._changed.notify_all()
+            error = None
+        except DcsError as known:
+            error = known
+        finally:
+            if error is not None:
+                self._end(error)
+
+    def _end(self, error: DcsError) -> None:
+        self._subscriber.fail(error)
+        with self._changed:
+            self.error = error
+            self._changed.notify_all()
 
     def _take(self, staged: Staged) -> None:
         began = time.monotonic()
@@ -76,8 +85,9 @@ class Follower:
                 f"applying version {staged.version} raised {cause!r}; this engine is unusable"
             )
             raise error from cause
-        applied = getattr(self._apply, "last", None)  # what dcs.appliers say of the newest version
-        staged.ack(time.monotonic() - began if applied is None else applied.pause_seconds)
+        applied = getattr(self._apply, "last", None)
+        known = isinstance(applied, Applied)  # what dcs.appliers say of the newest version
+        staged.ack(applied.pause_seconds if known else time.monotonic() - began)
         with self._changed:
             self.version = staged.version
             self._changed.notify_all()

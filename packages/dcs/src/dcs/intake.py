@@ -19,7 +19,9 @@ _BACKOFF_SECONDS = (0.05, 1.0)  # between two attempts: the first, doubling up t
 class Report(Protocol):
     """Tells the coordinator."""
 
-    def __call__(self, *, staged: Receipt | None = None, slow: Sequence[int] = ()) -> None: ...
+    def __call__(
+        self, *, staged: Receipt | None = None, slow: Sequence[int] = (), lost: int | None = None
+    ) -> None: ...
 
 
 class Intake:
@@ -218,10 +220,14 @@ class Intake:
                     )
                     if self.closed or self.broken is not None:
                         return
+                    target = (
+                        self.target if self._wanted() else None
+                    )  # before `_tidy`: it may want one of these
                     spent = self._tidy()
-                    target = self.target if self._wanted() else None
+                    for slot in spent:
+                        self.slots.all.remove(slot)
                 for slot in spent:
-                    self._discard(slot)
+                    self._let_go(slot)
                 if target is None:
                     continue
                 job = self._job(job, target)
@@ -258,9 +264,14 @@ class Intake:
         return not self.slots.full or self.slots.victim(self._may_pass_over) is not None
 
     def _may_pass_over(self, slot: Slot) -> bool:
-        """Whether a version that is ready here may go. The ranks of an engine commit the same versions: what
-        the coordinator has told the group to commit stays, and so does, for a lease, what it may be about to.
+        """Whether a version that is ready here may go: not when somebody is waiting for it.
+
+        The ranks of an engine commit the same versions: what the coordinator has told the group to commit
+        stays, and so does, for a lease, what it may be about to.
         """
+        waited_for = any(after < slot.target.version for after in self._asks)
+        if waited_for and self._ready(-1) is slot:
+            return False
         if not self._group or slot.target.version < self.state.commit:
             return True
         settled = time.monotonic() >= self._reported + self._lease_seconds
@@ -273,6 +284,9 @@ class Intake:
     def _discard(self, slot: Slot) -> None:
         with self.changed:
             self.slots.all.remove(slot)
+        self._let_go(slot)
+
+    def _let_go(self, slot: Slot) -> None:
         self.shelf.withdraw(slot.copy)
         if self._puller is not None:
             self._puller.release(slot.copy)
@@ -296,11 +310,17 @@ class Intake:
     def _reserve(self, job: Job) -> tuple[Copy, Copy | None, Copy | None]:
         self._abandon()  # a buffer that a broadcast has spoilt
         with self.changed:
-            victim = self.slots.victim(self._may_pass_over)
-        copy, former = self.slots.make_room(job.target, job.root, victim)
+            victim = self.slots.victim(self._may_pass_over) if self.slots.full else None
+            if victim is not None:
+                self.slots.all.remove(victim)  # at once: nobody may be given what is about to be overwritten
+        try:
+            copy, former = self.slots.make_room(job.target, job.root, victim)
+        except BaseException:
+            with self.changed:
+                if victim is not None and victim.copy in self.shelf.held:
+                    self.slots.all.append(victim)
+            raise
         with self.changed:
-            if victim is not None and victim.copy not in self.shelf.held:
-                self.slots.all.remove(victim)
             newest = self.slots.newest_whole()
             self.slots.all.append(Slot(copy, job.target, SlotState.FILLING))
         return copy, None if newest is None else newest.copy, former
@@ -372,6 +392,8 @@ class Intake:
             self._report(slow=tuple(sorted(job.slow))[:64])
 
     def _give_up(self, job: Job, error: DcsError | None) -> None:
+        if error is None:
+            self._report(lost=job.target.version)
         self._abandon()
         with self.changed:
             self._given_up = (job.target, error)

@@ -1,6 +1,7 @@
 """The side that trains: freezes a version into a staging buffer, announces it, and serves it."""
 
 import operator
+import os
 import threading
 import time
 import uuid
@@ -21,7 +22,16 @@ from dcs.arguments import (
 from dcs.control.address import require_reachable, require_token
 from dcs.control.curve import MemberKeys
 from dcs.control.link import Link, Rejoining
-from dcs.control.messages import Complete, Fenced, FromCoordinator, Join, Joined, Roster, Store
+from dcs.control.messages import (
+    HIGHEST_VERSION,
+    Complete,
+    Fenced,
+    FromCoordinator,
+    Join,
+    Joined,
+    Roster,
+    Store,
+)
 from dcs.errors import Closed, CoordinatorLost, DcsError, StaleVersion, Timeout, from_refusal
 from dcs.layout import Layout
 from dcs.manifest import CHUNK_BYTES
@@ -108,6 +118,7 @@ class Publisher:
         require_reachable(host, advertise, "the publisher")
         self.run = run
         self.layout = layout
+        self._pid = os.getpid()
         self._rank = rank
         self._chunk_bytes = chunk_bytes
         self._supersede_after = supersede_after
@@ -229,6 +240,8 @@ class Publisher:
 
     def close(self) -> None:
         """Leave the run and stop serving; versions not yet pulled are gone. May be called twice."""
+        if os.getpid() != self._pid:
+            return  # a forked child: what it has is its parent's
         with self._lock:
             if self._closed:
                 return
@@ -287,8 +300,8 @@ class Publisher:
 
     def _require_newer(self, version: int) -> None:
         newest = self._newest[0]
-        if version < 0:
-            raise StaleVersion(f"version {version} is negative; versions count from 0")
+        if not 0 <= version <= HIGHEST_VERSION:
+            raise StaleVersion(f"version {version} is none; versions count from 0 to {HIGHEST_VERSION}")
         if version <= self._published or version < newest:
             raise StaleVersion(
                 f"version {version} is not newer than version {newest} of run {self.run!r}"

@@ -430,8 +430,8 @@ class Puller:
                     raise
                 raise PublisherLost(
                     f"{lost} of the {len(job.target.roots)} ranks that published version"
-                    f" {job.target.version} of run {job.target.run!r} are gone, with what only they had; waiting"
-                    " for the trainer to come back"
+                    f" {job.target.version} of run {job.target.run!r} are gone, with what only they had;"
+                    " waiting for the trainer to come back"
                 ) from error
             streams = [
                 Stream(rows, self._chunk_bytes, whole=False) if len(rows) else None for rows in made.blocks

@@ -67,7 +67,7 @@ class Staged:
         Args:
             pause_seconds: how long serving stood still for it, for the publisher's statistics.
         """
-        self._settle(self, "acked", pause_seconds)
+        self._settle(self, "acked", float(pause_seconds))
 
     def release(self) -> None:
         """Give the slot back without having committed it; `next` may give the same version again.

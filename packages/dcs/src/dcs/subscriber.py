@@ -1,5 +1,7 @@
 """The side that serves: brings each new version into a staging slot, verifies it, and hands it over whole."""
 
+import operator
+import os
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Literal, Self
@@ -121,6 +123,7 @@ class Subscriber:
         require_chunk_bytes(chunk_bytes)
         require_token(host, token, f"subscriber {name!r}")
         require_reachable(host, advertise, f"subscriber {name!r}")
+        self._pid = os.getpid()
         self.run = run
         self.name = name
         self.layout = layout
@@ -202,7 +205,7 @@ class Subscriber:
         `LayoutMismatch` (a publisher with another layout joined), `Evicted` (another subscriber took this
         name), `CorruptChunk` (the newest version cannot be had undamaged), `Unauthorized`, `ApplyFailed`.
         """
-        slot = self._intake.take(after, timeout)
+        slot = self._intake.take(operator.index(after), timeout)
         if slot is None:
             return None
         target = slot.target
@@ -235,7 +238,11 @@ class Subscriber:
                 f"version {version} of run {self.run!r} was replaced by version {staged.version}; fetch"
                 " that one"
             )
-        tensors = {name: tensor.clone() for name, tensor in staged.tensors.items()}
+        try:
+            tensors = {name: tensor.clone() for name, tensor in staged.tensors.items()}
+        except BaseException:  # interrupted, or out of memory
+            staged.release()
+            raise
         staged.ack()
         return tensors
 
@@ -287,8 +294,8 @@ class Subscriber:
 
     def close(self) -> None:
         """Leave the run, stop and join the threads, close the sockets. May be called twice."""
-        if not self._intake.stop():
-            return
+        if os.getpid() != self._pid or not self._intake.stop():
+            return  # closed before; or a forked child, and what it has is its parent's
         self._link.close("the subscriber closed")
         if self._server is not None:
             self._server.close()

@@ -222,6 +222,92 @@ def test_the_ranks_of_an_engine_commit_the_same_versions(publish_to, subscribe):
     assert seen[0][-1] == 30
 
 
+def test_the_ranks_of_an_engine_meet_though_versions_come_faster_than_one_takes_them(publish_to, subscribe):
+    publisher = publish_to(model(0), supersede_after=0.05, **TCP)
+    fast = subscribe(model(0), "fast", group="g", group_size=2, **TCP)
+    slow = subscribe(model(0), "slow", group="g", group_size=2, **TCP)
+    plain = slow._intake._puller.attempt
+    busy = threading.Event()
+
+    def late(*arguments):
+        busy.wait(0.15)  # as long as a transfer takes there
+        return plain(*arguments)
+
+    slow._intake._puller.attempt = late
+    stop, seen = threading.Event(), [[], []]
+
+    def follow(rank: int, subscriber: dcs.Subscriber) -> None:
+        version = -1
+        while not stop.is_set():
+            staged = subscriber.next(after=version, timeout=0.5)
+            if staged is not None:
+                version = staged.version
+                assert_same(staged.tensors, model(version))
+                seen[rank].append(version)
+                staged.ack()
+
+    threads = [threading.Thread(target=follow, args=pair) for pair in enumerate((fast, slow))]
+    for thread in threads:
+        thread.start()
+    for version in range(60):
+        publisher.publish(version, model(version))
+        busy.wait(0.05)
+    stop.set()
+    for thread in threads:
+        thread.join(10)
+    assert len(seen[0]) >= 4
+    assert seen[0][: len(seen[1])] == seen[1][: len(seen[0])]
+
+
+def test_a_version_that_is_waited_for_is_given_out_however_fast_others_come(publish_to, subscribe):
+    publisher = publish_to(model(0), **TCP)
+    subscriber = subscribe(model(0), **TCP)
+    stop = threading.Event()
+
+    def publish() -> None:
+        version = 0
+        while not stop.is_set():
+            publisher.publish(version, model(0))
+            version += 1
+
+    thread = threading.Thread(target=publish)
+    thread.start()
+    version = -1
+    for _ in range(20):
+        staged = subscriber.next(after=version, timeout=10)
+        assert staged is not None
+        version = staged.version
+        staged.ack()
+    stop.set()
+    thread.join(10)
+
+
+def test_what_is_about_to_be_overwritten_is_given_to_nobody(publish_to, subscribe, monkeypatch):
+    publisher = publish_to(model(0), **TCP)
+    subscriber = subscribe(model(0), **TCP)
+    publisher.publish(0, model(0))
+    held = subscriber.next(timeout=10)
+    assert held is not None
+    publisher.publish(1, model(1))
+    asked, go_on = threading.Event(), threading.Event()
+    plain = subscriber._intake.shelf.reserve
+
+    def slow(*arguments):
+        asked.set()
+        go_on.wait(10)
+        return plain(*arguments)
+
+    while subscriber.health().staged != 1:
+        go_on.wait(0.01)
+    monkeypatch.setattr(subscriber._intake.shelf, "reserve", slow)
+    publisher.publish(2, model(2))
+    assert asked.wait(10)  # version 1 is being taken for version 2
+    held.ack()
+    assert subscriber.next(after=0, timeout=0.1) is None
+    go_on.set()
+    take(subscriber, 2)
+
+
 def test_progress_is_told(publish_to, subscribe):
     told: list[tuple[int, int, int]] = []
     publisher = publish_to(model(0), **TCP)

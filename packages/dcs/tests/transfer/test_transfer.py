@@ -1,8 +1,12 @@
 """Versions arrive bit for bit, whole, the newest first."""
 
+import os
+import sys
 import threading
+from contextlib import suppress
 
 import dcs
+import numpy as np
 import pytest
 import torch
 
@@ -246,6 +250,101 @@ def test_a_failed_apply_takes_the_subscriber_out_of_the_run_and_says_so(publish_
     assert isinstance(subscriber.health().error, dcs.ApplyFailed)
     with pytest.raises(dcs.ApplyFailed):
         subscriber.next(timeout=1)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_function_that_ends_its_thread_takes_the_subscriber_out_of_the_run(publish_to, subscribe):
+    tensors = small(0)
+    publisher, subscriber = publish_to(tensors), subscribe(tensors)
+    follower = subscriber.follow(lambda staged: sys.exit(3))
+    assert "ended its thread" in publisher.publish(0, tensors).wait(10).gone["engine-0"]
+    with pytest.raises(dcs.ApplyFailed):
+        follower.wait_for(0, 10)
+
+
+def test_a_note_of_the_functions_own_is_no_pause(publish_to, subscribe):
+    class Engine:
+        last = -1
+
+        def __call__(self, staged: dcs.Staged) -> None:
+            self.last = staged.version
+
+    tensors = small(0)
+    publisher, subscriber = publish_to(tensors), subscribe(tensors)
+    follower = subscriber.follow(Engine())
+    publisher.publish(0, tensors).wait(10)
+    assert follower.wait_for(0, 10) == 0
+
+
+@pytest.mark.parametrize("pause", [np.float64(0.25), torch.tensor(0.25), np.float32(0.25)])
+def test_a_pause_may_be_any_number(publish_to, subscribe, pause):
+    tensors = small(0)
+    publisher, subscriber = publish_to(tensors), subscribe(tensors)
+    ticket = publisher.publish(0, tensors)
+    staged = subscriber.next(timeout=10)
+    assert staged is not None
+    staged.ack(pause)
+    assert ticket.wait(10).acked["engine-0"].pause_seconds == 0.25
+
+
+def test_numbers_that_are_no_versions_are_refused_and_nothing_is_lost(publish_to, subscribe):
+    tensors = small(0)
+    publisher, subscriber = publish_to(tensors), subscribe(tensors)
+    for version in (-1, 2**61, 2**63, 2**64):
+        with pytest.raises(dcs.StaleVersion, match=r"count from 0 to"):
+            publisher.publish(version, tensors)
+    for after in (None, "1", 1.5):
+        with pytest.raises(TypeError):
+            subscriber.next(after=after)
+    publisher.publish(np.int64(3), tensors)
+    assert_equal(subscriber.fetch(timeout=10), tensors)
+
+
+def test_an_interrupted_fetch_leaves_nothing_given_out(publish_to, subscribe, monkeypatch):
+    tensors = small(0)
+    publisher, subscriber = publish_to(tensors), subscribe(tensors)
+    publisher.publish(0, tensors)
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.Tensor, "clone", lambda tensor: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            subscriber.fetch(timeout=10)
+    assert_equal(subscriber.fetch(timeout=10), tensors)
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_a_forked_child_that_closes_takes_nothing_from_its_parent(publish_to, subscribe):
+    tensors = small(0)
+    publisher, subscriber = publish_to(tensors), subscribe(tensors)
+    child = os.fork()
+    if child == 0:
+        publisher.close()
+        subscriber.close()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    publisher.publish(0, tensors)
+    assert_equal(subscriber.fetch(timeout=10), tensors)
+    assert_equal(subscribe(tensors, "late").fetch(timeout=10), tensors)
+
+
+def test_a_close_beside_a_publish_leaves_no_memory(coordinator):
+    tensors = {"w": torch.zeros(4 << 20)}
+
+    def open_memory() -> int:
+        found = 0
+        for descriptor in os.listdir("/proc/self/fd"):
+            with suppress(FileNotFoundError):  # the one that listed them
+                found += "memfd:dcs" in os.readlink(f"/proc/self/fd/{descriptor}")
+        return found
+
+    before = open_memory()
+    for version in range(8):
+        publisher = dcs.Publisher(coordinator.address, run="r", layout=dcs.layout.of(tensors))
+        closing = threading.Thread(target=publisher.close)
+        closing.start()
+        with suppress(dcs.DcsError):
+            publisher.publish(version, tensors)
+        closing.join(10)
+    assert open_memory() == before
 
 
 def test_a_model_without_any_byte_is_still_a_version(publish_to, subscribe):

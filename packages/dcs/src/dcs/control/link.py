@@ -105,9 +105,7 @@ class Link:
         self._last_member = 0
         self._is_member = threading.Event()
         self._known = Known(0, -1)
-        self._acked: Acked | None = None
-        self._staged: Receipt | None = None
-        self._slow: tuple[int, ...] = ()
+        self._said = Heartbeat(0)
         self._lease_seconds = 0.0
         self._beat_at = time.monotonic()
         self._heard = time.monotonic()
@@ -180,16 +178,26 @@ class Link:
         self._post(lambda member: Announce(request, member, epoch, version, root, nbytes))
 
     def report(
-        self, *, acked: Acked | None = None, staged: Receipt | None = None, slow: Iterable[int] = ()
+        self,
+        *,
+        acked: Acked | None = None,
+        staged: Receipt | None = None,
+        slow: Iterable[int] = (),
+        lost: int | None = None,
     ) -> None:
         """Tell the coordinator now, and again with every heartbeat.
 
         None means "as before". Of the members reported to be slow the last 64 are repeated.
         """
         with self._lock:
-            self._acked = acked or self._acked
-            self._staged = staged or self._staged
-            self._slow = tuple(dict.fromkeys((*self._slow, *slow)))[-_REMEMBERED_SLOW:]
+            said = self._said
+            self._said = msgspec.structs.replace(
+                said,
+                acked=acked or said.acked,
+                staged=staged or said.staged,
+                slow=tuple(dict.fromkeys((*said.slow, *slow)))[-_REMEMBERED_SLOW:],
+                lost=said.lost if lost is None else lost,
+            )
         self._post(self._heartbeat)
 
     def layouts(self, fingerprints: Iterable[str], timeout: float) -> dict[str, Layout]:
@@ -263,7 +271,7 @@ class Link:
             os.eventfd_write(self._wake, 1)
 
     def _heartbeat(self, member: int) -> Heartbeat:
-        return Heartbeat(member, self._acked, self._staged, self._slow)
+        return msgspec.structs.replace(self._said, member=member)
 
     # What the link's thread uses.
 
@@ -288,6 +296,10 @@ class Link:
                 if self._send_all():
                     return
         finally:
+            if not self._closing:
+                died = CoordinatorLost("the thread that talks to the coordinator has died; see stderr")
+                self._changed(died)
+                self._fail_waiting(died)
             self._socket.disable_monitor()
             self._monitor.close(linger=0)
             self._socket.close()
@@ -397,7 +409,9 @@ class Link:
         self._lease_seconds = message.lease_seconds
         self._beat_at = time.monotonic()
         self._receive(message)
-        if self._acked is not None or self._staged is not None:  # what the coordinator may not know yet
+        if (
+            self._said.acked is not None or self._said.staged is not None
+        ):  # what the coordinator may not know yet
             self._post(self._heartbeat)
         self._is_member.set()
         self._answer(message.request, message)

@@ -21,7 +21,8 @@ _HEADER = struct.Struct("<3sxH")
 Text = Annotated[str, msgspec.Meta(max_length=8192)]
 Reason = Annotated[str, msgspec.Meta(max_length=512)]
 Label = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
-Version = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+HIGHEST_VERSION = (1 << 61) - 1
+Version = Annotated[int, msgspec.Meta(ge=0, le=HIGHEST_VERSION)]
 Root = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
 Port = Annotated[int, msgspec.Meta(ge=1, le=65535)]
 
@@ -143,13 +144,14 @@ class Join(msgspec.Struct, frozen=True, tag="join"):
 
 class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
     """`slow`: members that this one pulls from and that hardly progress; from a publisher, members that broke
-    its collective group.
+    its collective group. `lost`: the last version that no rank held any more when this one asked for it.
     """
 
     member: int
     acked: Acked | None = None
     staged: Receipt | None = None
     slow: Annotated[tuple[int, ...], msgspec.Meta(max_length=64)] = ()
+    lost: Annotated[int, msgspec.Meta(ge=-1)] = -1
 
 
 class Announce(msgspec.Struct, frozen=True, tag="announce"):

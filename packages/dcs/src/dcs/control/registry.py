@@ -369,6 +369,8 @@ class Registry:
             self._slowed(member, other)
         if message.staged is not None:
             run.staged(member, message.staged, now)
+        if message.lost >= 0:
+            run.lost(member, message.lost)
         acked = message.acked
         if acked is not None and member.acked_version < acked.version <= run.version:
             member.acked = acked

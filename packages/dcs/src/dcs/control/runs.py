@@ -10,6 +10,7 @@ import msgspec
 
 from dcs.control.gangs import Gang, Part
 from dcs.control.gatherings import Gatherings
+from dcs.control.groups import Groups
 from dcs.control.history import History
 from dcs.control.members import NEVER, Member
 from dcs.control.messages import (
@@ -67,8 +68,7 @@ class Run:
         self._transfer_seconds = transfer_seconds
         self._announcement: Announcement | None = None
         self._same_version: set[int] = set()  # epochs that have announced the newest version, bit for bit
-        self._commits: dict[str, int] = {}  # by group, what all of it have staged
-        self._committing: dict[str, set[int]] = {}  # by group, the members that were told so
+        self.groups = Groups()
         self._fabric: Fabric | None = None
         self._roster: Roster | None = None
         self._complete: Complete | None = None
@@ -116,7 +116,7 @@ class Run:
         self.roster_is_stale = True
         if self._transfer_seconds is not None and self.announcement is not None:
             member.due = now + self._transfer_seconds
-        self._settle_group(member.join.group)
+        self._regroup(member.join.group)
 
     def remove_subscriber(self, member: Member) -> None:
         if self.subscribers.get(member.name) is member:
@@ -128,9 +128,19 @@ class Run:
         self.stale.update(other for other in self.subscribers.values() if member.id in other.told)
         group = member.join.group
         if group and not any(other.join.group == group for other in self.subscribers.values()):
-            self._commits.pop(group, None)
-            self._committing.pop(group, None)
+            self.groups.forget(group)
         else:
+            self._regroup(group)
+
+    def lost(self, member: Member, version: int) -> None:
+        """No rank holds this version any more, a subscriber says; its group goes for another one."""
+        if self.groups.lost(member.join.group, version):
+            self.stale.update(m for m in self.subscribers.values() if m.join.group == member.join.group)
+
+    def _regroup(self, group: str) -> None:
+        if group:
+            self.groups.changed(group)
+            self.stale.update(member for member in self.subscribers.values() if member.join.group == group)
             self._settle_group(group)
 
     def depart(self, member: Member, reason: str, now: float) -> None:
@@ -259,7 +269,7 @@ class Run:
     def commit(self, member: Member) -> int:
         """The newest version that this subscriber may commit."""
         group = member.join.group
-        return self._commits.get(group, -1) if group else self.version
+        return self.groups.commit(group) if group else self.version
 
     def root(self, gang: Gang, rank: int) -> bytes:
         """That rank's root of the newest version; empty when it is not known."""
@@ -278,12 +288,15 @@ class Run:
 
     def state(self, member: Member) -> RunState:
         """For one subscriber."""
-        announcement = self.announcement
+        newest = self.announcement
+        announcement = self.groups.goal(member.join.group, newest)
         sources: tuple[Source, ...] = ()
         if announcement is not None:
             sources = self.fabric().sources(member.id)
         member.told = tuple(source.member for source in sources if source.rank < 0)
-        gathering = None if announcement is None else self.gatherings.of(member.id)
+        gathering = (
+            None if announcement is None or announcement is not newest else self.gatherings.of(member.id)
+        )
         self.stale.discard(member)
         return RunState(self.publisher, announcement, sources, self.commit(member), gathering)
 
@@ -327,22 +340,6 @@ class Run:
         return staged is not None and staged.version == self.version and staged.epoch in self._same_version
 
     def _settle_group(self, group: str) -> None:
-        """Commit what all of a group have, if they all have the same, and they are all there.
-
-        Not before all that were told the version before have committed it: so the ranks of an engine commit
-        the same versions in the same order.
-        """
-        if not group:
-            return
-        members = [member for member in self.subscribers.values() if member.join.group == group]
-        versions = {member.staged_version for member in members}
-        if len(versions) != 1 or len(members) < max(member.join.group_size for member in members):
-            return
-        version, before = versions.pop(), self._commits.get(group, -1)
-        told = self._committing.get(group, set())
-        if any(member.id in told and member.acked_version < before for member in members):
-            return
-        if version > before:
-            self._commits[group] = version
-            self._committing[group] = {member.id for member in members}
+        members = [member for member in self.subscribers.values() if group and member.join.group == group]
+        if self.groups.settle(group, members):
             self.stale.update(members)

@@ -123,6 +123,7 @@ class Shelf:
         self._limbo: list[Copy] = []  # superseded, and still mapped by readers that will let go of them
         self._arenas: set[Arena] = set()  # of its own, wherever they are
         self._waiting = 0
+        self._closed = False
 
     @property
     def _owned(self) -> int:
@@ -270,6 +271,7 @@ class Shelf:
                 arena.close()
             for known in (self.held, self._limbo, self._free, self._arenas):
                 known.clear()
+            self._closed = True
 
     def _wait_for(self, condition: Callable[[], object], seconds: float) -> bool:
         self._waiting += 1
@@ -306,7 +308,7 @@ class Shelf:
 
     def _keep(self, arena: Arena) -> None:
         """Have an arena to spare; one is enough beside the two that are always needed."""
-        if self._free and self._owned > 2:
+        if self._closed or (self._free and self._owned > 2):
             self._arenas.discard(arena)
             arena.close()
         else:
