@@ -1,13 +1,16 @@
 """Checks of what publishers and subscribers are given, before anything is opened."""
 
+import re
 from collections.abc import Sequence
 
 from dcs.errors import DcsError
+from dcs.layout import Layout
 from dcs.manifest import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES
 
 WIRES = ("shm", "tcp")
 COLLECTIVES = ("", "nccl", "gloo")
 _LABEL_LENGTH = 256
+_DEVICE = re.compile(r"cpu|cuda(:\d+)?")
 
 
 def require_label(value: str, what: str) -> None:
@@ -42,9 +45,29 @@ def require_chunk_bytes(chunk_bytes: int) -> None:
         raise DcsError(f"chunk_bytes is {chunk_bytes}; it must be {MIN_CHUNK_BYTES} to {MAX_CHUNK_BYTES}")
 
 
+def require_port(port: int, what: str) -> None:
+    """Raise `DcsError` for what is no port to listen at."""
+    if not 0 <= port <= 65535:
+        raise DcsError(f"{what} would listen at port {port}; ports are 1 to 65535, and 0 takes a free one")
+
+
+def require_layout(layout: object) -> None:
+    """Raise `DcsError` for what is no `Layout`."""
+    if not isinstance(layout, Layout):
+        raise DcsError(f"layout is a {type(layout).__name__}; make one with dcs.layout.of(model)")
+
+
+def require_device(device: str | None) -> None:
+    """Raise `DcsError` for what names no device that versions can be staged on."""
+    if device is not None and _DEVICE.fullmatch(device) is None:
+        raise DcsError(
+            f"device is {device!r}; versions are staged on cuda, cuda:N or cpu, or None for the host"
+        )
+
+
 def require_group(group: str, size: int) -> None:
-    """Raise `DcsError` for a size without a group, or one below 1."""
-    if size < 1 or (size > 1 and not group):
+    """Raise `DcsError` for a size without a group, or a group without a size."""
+    if size < 1 or (size > 1) != bool(group):
         raise DcsError(
             f"group_size is {size} and group is {group!r}; give the ranks of one engine the same group, and"
             " how many they are"

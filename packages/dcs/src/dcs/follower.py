@@ -54,6 +54,10 @@ class Follower:
         if self._thread is not threading.current_thread() and self._thread.ident is not None:
             self._thread.join(timeout)
 
+    def is_here(self) -> bool:
+        """Whether the caller is its thread."""
+        return self._thread is threading.current_thread()
+
     def _run(self) -> None:
         # What is told when `apply` ends the thread itself, as with sys.exit().
         error: DcsError | None = ApplyFailed("the function given to follow has ended its thread")

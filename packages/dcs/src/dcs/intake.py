@@ -189,6 +189,16 @@ class Intake:
             return self._given_up[1]
         return None
 
+    def waits_for_group(self) -> DcsError | None:
+        """Why a version that is ready is not given out, when that is for the group's sake."""
+        ready = self.slots.having(SlotState.READY)
+        if not self._group or not ready or self._ready(-1) is not None:
+            return None
+        return DcsError(
+            f"version {ready[0].target.version} is here, and waits until all ranks of group {self._group!r}"
+            " have it"
+        )
+
     def raise_if_unusable(self) -> None:
         """Raise `Closed`, or why nothing is given out any more."""
         if self.closed or self.broken is not None:

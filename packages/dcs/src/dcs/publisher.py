@@ -16,7 +16,10 @@ from dcs.arguments import (
     WIRES,
     require_chunk_bytes,
     require_collective,
+    require_device,
     require_label,
+    require_layout,
+    require_port,
     require_wires,
 )
 from dcs.control.address import require_reachable, require_token
@@ -111,6 +114,9 @@ class Publisher:
                 " no other start has, such as the launcher's run id and restart count"
             )
         require_label(run, "run")
+        require_layout(layout)
+        require_port(port, "its server of chunks")
+        require_device(device)
         require_wires(wires)
         require_collective(collective, collective_seconds, world_size)
         require_chunk_bytes(chunk_bytes)
@@ -205,6 +211,7 @@ class Publisher:
         check(tensors, self.layout, cast=True)
         version = operator.index(version)
         with self._publishing:
+            self._await_coordinator()
             self._raise_if_unusable()
             self._require_newer(version)
             began = time.monotonic()
@@ -308,7 +315,16 @@ class Publisher:
                 f" (epoch {self.epoch}); publish {newest + 1} or later"
             )
 
+    def _await_coordinator(self) -> None:
+        """One that was lost may come back; it has `timeout` seconds, as has one that does not answer."""
+        with self._completed:
+            self._completed.wait_for(
+                lambda: not isinstance(self._error, CoordinatorLost) or self._closed, self._timeout
+            )
+
     def _raise_if_unusable(self) -> None:
+        if os.getpid() != self._pid:
+            raise DcsError(f"this publisher belongs to process {self._pid}; make one in this process")
         with self._lock:
             if self._closed:
                 raise Closed("this publisher was closed")
@@ -379,6 +395,7 @@ class Publisher:
         with self._lock:
             if self._error is None or isinstance(self._error, CoordinatorLost):
                 self._error = error
+            self._completed.notify_all()
             tickets = list(self._tickets)
         for ticket in tickets:
             if error is None:

@@ -12,8 +12,11 @@ from dcs.arguments import (
     WIRES,
     require_chunk_bytes,
     require_collective,
+    require_device,
     require_group,
     require_label,
+    require_layout,
+    require_port,
     require_wires,
 )
 from dcs.control.address import require_reachable, require_token
@@ -72,8 +75,8 @@ class Subscriber:
         device: stage versions there as well, beside what the device does, so that a commit is one copy on the
             device; `cuda:0`, for example. Where it has no memory for that, they are staged on the host, and
             `health()` says why.
-        group, group_size: the ranks of one engine give the same `group`; `next` then gives a version only
-            when all of them have it, and to all of them the same one.
+        group, group_size: the ranks of one engine give the same `group`, and how many they are; `next` then
+            gives a version only when all of them have it, and to all of them the same ones in the same order.
         serve: whether other subscribers may pull from here. Off, it never relays and helps no late joiner.
         site: name of the cluster this is in. Each site takes a version once from the training ranks.
         host, port, advertise: where peers are served, as for `Publisher`; on loopback only this machine's.
@@ -114,6 +117,9 @@ class Subscriber:
         timeout: float = 10.0,
     ) -> None:
         require_label(run, "run")
+        require_layout(layout)
+        require_port(port, "its server of chunks")
+        require_device(device)
         require_label(name, "name")
         require_wires(wires)
         require_collective(collective, collective_seconds)
@@ -205,7 +211,17 @@ class Subscriber:
         `LayoutMismatch` (a publisher with another layout joined), `Evicted` (another subscriber took this
         name), `CorruptChunk` (the newest version cannot be had undamaged), `Unauthorized`, `ApplyFailed`.
         """
-        slot = self._intake.take(operator.index(after), timeout)
+        with self._intake.changed:
+            self._intake.raise_if_unusable()
+        if self._followers and not self._followers[-1].is_here():
+            raise DcsError(
+                f"the versions of subscriber {self.name!r} are taken by follow(); make another one"
+            )
+        if os.getpid() != self._pid:
+            raise DcsError(
+                f"subscriber {self.name!r} belongs to process {self._pid}; make one in this process"
+            )
+        slot = self._intake.take(operator.index(after), float(timeout))
         if slot is None:
             return None
         target = slot.target
@@ -228,10 +244,12 @@ class Subscriber:
         """
         staged = self.next(-1 if version is None else version - 1, timeout)
         if staged is None:
-            wanted = "no version" if version is None else f"version {version}"
-            raise Timeout(
-                f"{wanted} of run {self.run!r} was not staged within {timeout} s; health() may say why"
-            )
+            health = self.health()
+            wanted = "a version" if version is None else f"version {version}"
+            why = health.error or "health() may say why"
+            if health.error is None and health.publisher == "absent":
+                why = "no publisher has joined it; is that its name?"
+            raise Timeout(f"{wanted} of run {self.run!r} did not come within {timeout} s: {why}")
         if version is not None and staged.version != version:
             staged.release()
             raise StaleVersion(
@@ -255,6 +273,8 @@ class Subscriber:
         follower = Follower(self, apply, after)
         with self._intake.changed:
             self._intake.raise_if_unusable()
+            if self._followers:
+                raise DcsError(f"subscriber {self.name!r} is followed already; make another one")
             self._followers.append(follower)
         follower.start()
         return follower
@@ -271,7 +291,7 @@ class Subscriber:
                     f"the publisher of run {self.run!r} stopped heartbeating; waiting for another one"
                 )
             if error is None and intake.target is not None:
-                error = intake.trouble
+                error = intake.trouble or intake.waits_for_group()
             staging = "host"
             if intake.mirrors is not None:
                 absent = intake.mirrors.absent

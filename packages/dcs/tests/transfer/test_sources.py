@@ -308,6 +308,30 @@ def test_what_is_about_to_be_overwritten_is_given_to_nobody(publish_to, subscrib
     take(subscriber, 2)
 
 
+def test_a_group_is_of_one_size_and_says_whom_it_waits_for(publish_to, subscribe, eventually):
+    publisher = publish_to(model(0))
+    first = subscribe(model(0), "g0", group="g", group_size=2)
+    with pytest.raises(dcs.DcsError, match=r"group 'g' the size 3, and 1 others are in it, with sizes \[2\]"):
+        subscribe(model(0), "g1", group="g", group_size=3)
+    publisher.publish(0, model(0))
+    eventually(lambda: "waits until all ranks of group 'g'" in str(first.health().error))
+    subscribe(model(0), "g1", group="g", group_size=2)
+    with pytest.raises(dcs.DcsError, match="2 others are in it"):
+        subscribe(model(0), "g2", group="g", group_size=2)
+    take(first, 0)
+    assert first.health().error is None
+
+
+def test_a_peer_that_has_let_go_of_a_version_says_so_at_once(publish_to, subscribe):
+    publisher = publish_to(model(0))
+    maps, pulls = subscribe(model(0), "maps"), subscribe(model(0), "pulls", **TCP)
+    maps.follow(lambda staged: None)
+    for version in range(6):
+        ticket = publisher.publish(version, model(version))
+        assert take(pulls, version).transfer_seconds < 1.5
+        assert len(ticket.wait(10).acked) == 2
+
+
 def test_progress_is_told(publish_to, subscribe):
     told: list[tuple[int, int, int]] = []
     publisher = publish_to(model(0), **TCP)
@@ -331,14 +355,20 @@ def test_progress_is_told(publish_to, subscribe):
         ({"collective": "mpi"}, "collective is 'mpi'"),
         ({"collective": "gloo", "collective_seconds": 0}, "collective_seconds is 0"),
         ({"group_size": 2}, "group_size is 2"),
+        ({"group": "g"}, "group_size is 1"),
+        ({"port": 80000}, "port 80000"),
+        ({"device": "gpu:0"}, "device is 'gpu:0'"),
+        ({"layout": torch.nn.Linear(2, 2)}, "layout is a Linear"),
         ({"chunk_bytes": 1}, "chunk_bytes is 1"),
         ({"host": "0.0.0.0"}, "without a token"),
         ({"host": "0.0.0.0", "token": "t"}, "give advertise="),
     ],
 )
-def test_options_that_make_no_sense_are_refused(subscribe, options, words):
+def test_options_that_make_no_sense_are_refused(coordinator, options, words):
     with pytest.raises(dcs.DcsError, match=words):
-        subscribe(model(0), **options)
+        dcs.Subscriber(
+            coordinator.address, **({"run": "r", "name": "e", "layout": dcs.layout.of(model(0))} | options)
+        )
 
 
 @pytest.mark.parametrize(

@@ -300,6 +300,25 @@ def test_numbers_that_are_no_versions_are_refused_and_nothing_is_lost(publish_to
     assert_equal(subscriber.fetch(timeout=10), tensors)
 
 
+def test_what_is_no_mapping_of_tensors_is_refused(publish_to):
+    publisher = publish_to(small(0))
+    with pytest.raises(dcs.LayoutMismatch, match=r"Linear was given, .* state_dict"):
+        publisher.publish(0, torch.nn.Linear(2, 2))
+
+
+def test_who_follows_takes_the_versions_alone(publish_to, subscribe):
+    tensors = small(0)
+    publisher, subscriber = publish_to(tensors), subscribe(tensors)
+    follower = subscriber.follow(lambda staged: None)
+    for second in (subscriber.next, subscriber.fetch, lambda: subscriber.follow(lambda staged: None)):
+        with pytest.raises(dcs.DcsError, match="follow"):
+            second()
+    publisher.publish(0, tensors)
+    assert follower.wait_for(0, 10) == 0
+    with pytest.raises(TypeError):
+        subscribe(tensors, "other").next(timeout=None)
+
+
 def test_an_interrupted_fetch_leaves_nothing_given_out(publish_to, subscribe, monkeypatch):
     tensors = small(0)
     publisher, subscriber = publish_to(tensors), subscribe(tensors)
@@ -317,6 +336,9 @@ def test_a_forked_child_that_closes_takes_nothing_from_its_parent(publish_to, su
     publisher, subscriber = publish_to(tensors), subscribe(tensors)
     child = os.fork()
     if child == 0:
+        for use in (lambda: publisher.publish(0, tensors), lambda: subscriber.next(timeout=1)):
+            with pytest.raises(dcs.DcsError, match="belongs to process"):
+                use()
         publisher.close()
         subscriber.close()
         os._exit(0)

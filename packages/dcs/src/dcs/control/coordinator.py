@@ -8,6 +8,7 @@ from typing import Self
 
 import zmq
 
+from dcs.arguments import require_port
 from dcs.control.address import require_token
 from dcs.control.curve import CoordinatorKeys
 from dcs.control.messages import (
@@ -59,6 +60,7 @@ class Coordinator:
         curve: CoordinatorKeys | None = None,
     ) -> None:
         require_token(host, token, "the coordinator")
+        require_port(port, "the coordinator")
         if lease_seconds <= 0:
             raise DcsError(f"lease_seconds is {lease_seconds}; it must be positive")
         if transfer_seconds is not None and transfer_seconds <= 0:

@@ -245,6 +245,21 @@ class Registry:
             return DcsError(
                 f"this coordinator has {MAX_MEMBERS} members and takes no more; start another one"
             )
+        run = self._runs.get(join.run)
+        if run is not None and join.group:
+            fellows = [
+                other
+                for other in run.subscribers.values()
+                if other.join.group == join.group and other.name != join.name
+            ]
+            sizes = {other.join.group_size for other in fellows} | {join.group_size}
+            if len(sizes) > 1 or len(fellows) >= join.group_size:
+                others = sorted(other.join.group_size for other in fellows)
+                return DcsError(
+                    f"{who} gives group {join.group!r} the size {join.group_size}, and {len(fellows)} others"
+                    f" are in it, with sizes {others}; give all ranks of one engine the same size, and every"
+                    " engine a group of its own"
+                )
         if join.run not in self._runs and len(self._runs) >= MAX_RUNS:
             return DcsError(f"this coordinator has {MAX_RUNS} runs and takes no more; start another one")
         return None
@@ -448,6 +463,10 @@ def _detail(error: DcsError) -> dict[str, str]:
 
 
 def _replaced(member: Member) -> Evicted:
+    way = "give every engine a name of its own"
+    if member.is_publisher:
+        way = "a run has one trainer, whose ranks give one session, new for each start"
     return Evicted(
-        f"{member.join.role} {member.name!r} of run {member.run.name!r} was replaced by a newer incarnation"
+        f"{member.join.role} {member.name!r} of run {member.run.name!r} was replaced by a newer incarnation:"
+        f" {way}"
     )

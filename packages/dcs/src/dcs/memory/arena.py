@@ -162,6 +162,10 @@ def check(tensors: Mapping[str, torch.Tensor], layout: Layout, cast: bool = Fals
 
     With `cast`, floating tensors may have another floating dtype than the layout names for the wire.
     """
+    if not isinstance(tensors, Mapping):
+        raise LayoutMismatch(
+            f"a {type(tensors).__name__} was given, expected tensors by name: publish its state_dict()"
+        )
     for spec in layout.tensors:
         tensor = tensors.get(spec.name)
         if tensor is None:

@@ -30,6 +30,10 @@ class Superseded(Exception):
     """The version asked for is not held (any more). Never leaves the package."""
 
 
+class NotYet(Superseded):
+    """It may still come."""
+
+
 class Reader(Protocol):
     """Somebody who reads a copy over a connection. `maps`: it has the memory mapped."""
 
@@ -124,6 +128,7 @@ class Shelf:
         self._arenas: set[Arena] = set()  # of its own, wherever they are
         self._waiting = 0
         self._closed = False
+        self._gone = -1  # the highest version that was held and is no more
 
     @property
     def _owned(self) -> int:
@@ -170,7 +175,7 @@ class Shelf:
                     raise
             oldest.retired = True
             self._end_sending(oldest)
-            self.held.remove(oldest)
+            self._drop(oldest)
             if self._dismiss(oldest):
                 if instead is None:
                     return oldest.arena
@@ -190,7 +195,7 @@ class Shelf:
                 return
             copy.closing = copy.retired = True
             self._end_sending(copy)
-            self.held.remove(copy)
+            self._drop(copy)
             if self._dismiss(copy):
                 self._keep(copy.arena)
             self.notify()
@@ -204,7 +209,7 @@ class Shelf:
     def open(self, reader: Reader, version: int, mark: bytes, seconds: float) -> Copy:
         """The copy of a version, for reading; it stays until `close`.
 
-        Waits up to `seconds` for it to come. Raises `Superseded` when it does not.
+        Waits up to `seconds` for it to come. Raises `NotYet`, or `Superseded` when it does not come any more.
         """
 
         def found() -> Copy | None:
@@ -214,10 +219,12 @@ class Shelf:
             return None
 
         with self.changed:
-            self._wait_for(lambda: found() or self._newest() > version, seconds)
+            # What was here and has gone does not come again.
+            self._wait_for(lambda: found() or max(self._newest(), self._gone) >= version, seconds)
             copy = found()
             if copy is None:
-                raise Superseded
+                over = max(self._newest(), self._gone) >= version
+                raise Superseded if over else NotYet
             copy.readers.add(reader)
             return copy
 
@@ -305,6 +312,11 @@ class Shelf:
             f"{MAX_ARENAS} versions of this process are read by others that do not let go of them within"
             f" {_CUT_SECONDS} s of being cut off"
         )
+
+    def _drop(self, copy: Copy) -> None:
+        self.held.remove(copy)
+        if copy.complete:
+            self._gone = max(self._gone, copy.version)
 
     def _keep(self, arena: Arena) -> None:
         """Have an arena to spare; one is enough beside the two that are always needed."""

@@ -11,7 +11,7 @@ import time
 
 from dcs.control.messages import Endpoint
 from dcs.errors import DcsError, ProtocolError, ProtocolMismatch, Unauthorized
-from dcs.memory.shelf import Copy, Shelf, Superseded
+from dcs.memory.shelf import Copy, NotYet, Shelf, Superseded
 from dcs.wire import frames, streams, tls
 from dcs.wire.chunks import Selected, Selection, read_rows
 from dcs.wire.machine import machine_id
@@ -296,7 +296,7 @@ class _Connection:
                 )
                 self._copies.append(copy)
                 return copy
-            except Superseded:
+            except NotYet:
                 if time.monotonic() >= deadline:
                     raise
                 self._reply(frames.WAITING)
