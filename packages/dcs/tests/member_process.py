@@ -13,9 +13,9 @@ torch once is enough.
     ["trainer", ADDRESS, FLOATS, OPTIONS, HOW]       says "ready EPOCH"; hears "publish VERSION", and says
                                             "published VERSION EPOCH", or "failed ERROR"
 
-    ["coordinator", ADDRESS, OPTIONS]                says "ready ADDRESS", and is there until the test hangs up
+    ["coordinator", HOST, OPTIONS]                   says "ready ADDRESS"; stays until the test hangs up
 
-OPTIONS, in JSON, are those of `Subscriber`, `Publisher` and `Coordinator`; `tls` is a list of files. HOW, too:
+OPTIONS, in JSON, are those of `Subscriber`, `Publisher` and `Coordinator`; `tls` is a list of files. HOW too:
 
     halt: [VERSION, SHARE]  stop (SIGSTOP) and say "halted" when so much of it has come, or been sent
     crawl: [VERSION, SECONDS]  wait this long after every chunk of this version and later ones, until "hurry"
@@ -39,6 +39,7 @@ from pathlib import Path
 import dcs
 import torch
 import xxhash
+from dcs.wire.incoming import Progress
 from dcs.wire.server import ChunkServer
 from dcs.wire.transfer import Transfer
 
@@ -95,7 +96,8 @@ class Talk:
         """Answer everything until the test hangs up."""
         for line in self._connection.makefile("r"):
             word, *rest = line.split()
-            answers[word](*rest)
+            answer: Callable[..., None] = answers[word]
+            answer(*rest)
 
     def census(self) -> None:
         """What this process has open, besides what it began with."""
@@ -122,9 +124,9 @@ def watch_landing(talk: Talk, how: dict) -> threading.Event:
     """Halts and crawls as told; the event ends the crawling."""
     hurry, halted, land = threading.Event(), threading.Event(), Transfer.land
 
-    def landing(transfer: Transfer, *what) -> None:
-        land(transfer, *what)
-        copy = transfer.copy
+    def landing(self: Transfer, progress: Progress, index: int, value: int) -> None:
+        land(self, progress, index, value)
+        copy = self.copy
         if "crawl" in how and copy.version >= how["crawl"][0]:
             hurry.wait(how["crawl"][1])
         watched, share = how.get("halt", (-1, 0.0))
@@ -137,16 +139,16 @@ def watch_landing(talk: Talk, how: dict) -> threading.Event:
     return hurry
 
 
-def watch_sending(talk: Talk, share: float) -> Callable[[int], None]:
+def watch_sending(talk: Talk, share: float) -> Callable[[int, int], None]:
     """Halts when this share of what is published has been sent; returns what has to be told of a publish."""
     halted, count = threading.Event(), ChunkServer.count
     limit = [float("inf")]
 
-    def counting(server: ChunkServer, nbytes: int) -> None:
-        count(server, nbytes)
-        if server.sent >= limit[0] and not halted.is_set():
+    def counting(self: ChunkServer, nbytes: int) -> None:
+        count(self, nbytes)
+        if self.sent >= limit[0] and not halted.is_set():
             halted.set()
-            talk.halt(server.sent)
+            talk.halt(self.sent)
 
     def publishing(sent: int, nbytes: int) -> None:
         limit[0] = sent + max(1, int(share * nbytes))

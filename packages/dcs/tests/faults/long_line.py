@@ -1,7 +1,7 @@
 """A line between two hosts: what goes through it takes a while, and loses packets now and then.
 
-Run as `long_line.py HOST PORT UPSTREAM SECONDS LOSS`: accepts at HOST:PORT, connects to UPSTREAM:PORT, and
-delivers every byte SECONDS after it came. A share LOSS of the packets (of 1,460 bytes) is lost: the connection
+Run as `long_line.py HOST PORT UPSTREAM SECONDS LOSS`: accepts at HOST:PORT, connects to UPSTREAM:PORT and
+delivers every byte SECONDS after it came. A share LOSS of the packets (of 1,460 bytes) is lost: a connection
 then stands still for a retransmission timeout, as in TCP. Says "ready" when it accepts.
 """
 

@@ -43,9 +43,11 @@ def test_what_a_stopped_process_has_mapped_is_not_written_until_it_lets_go(
     assert holder.takes(0)[:2] == [digest(0), "shm"]
     other.fetch(0)
     holder.stop()
+    ticket = None
     for version in range(1, 8):  # meanwhile its lease lapses, and it is cut off
         ticket = publisher.publish(version, model(version))
         assert digest(other.fetch(version)) == digest(version)
+    assert ticket is not None
     assert "no heartbeat" in ticket.wait(20).gone["holder"]
     publisher.publish(8, model(8))
     publisher.publish(9, model(9))
@@ -145,3 +147,18 @@ def test_a_mapper_whose_connection_was_cut_maps_the_next_version_again(
     staged = mapper.next(after=0, timeout=10)
     assert staged.wire == "shm"
     staged.ack()
+
+
+def test_nobody_waits_for_a_relay_that_has_let_go_of_what_it_had_mapped(
+    coordinator, stack, subscribe, model, digest, clock
+):
+    layout = dcs.layout.of(model(0))
+    publisher = stack.enter_context(dcs.Publisher(coordinator.address, run="r", layout=layout))
+    mapper = subscribe(model(0), "mapper")  # the relay of this machine
+    other = subscribe(model(0), "other", wires=("tcp",))
+    clock()
+    for version in range(5):
+        publisher.publish(version, model(version))
+        mapper.fetch(version)
+        assert digest(other.fetch(version)) == digest(version)
+    assert clock() < 4  # it would be two seconds each

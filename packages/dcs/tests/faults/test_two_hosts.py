@@ -163,16 +163,14 @@ def test_several_streams_fill_a_line_that_one_cannot(hosts, world, digest, clock
     more = {"tls": certificate} if encrypted else {}
     trainer, join, coordinator = world(**more)
     seconds = {}
-    version = 0
-    for streams in (1, 8):
+    for version, streams in enumerate((1, 8)):
         receiver = join(f"by-{streams}", streams=streams, serve=False)
         if version == 0:
             trainer.ask("publish", 0)
         receiver.takes(version)
         clock()
-        version += 1
-        trainer.ask("publish", version)
-        assert receiver.takes(version)[0] == digest(version)
+        trainer.ask("publish", version + 1)
+        assert receiver.takes(version + 1)[0] == digest(version + 1)
         seconds[streams] = clock()
         receiver.kill()
     ratio = seconds[1] / seconds[8]
