@@ -251,6 +251,9 @@ class Puller:
             try:
                 number, descriptor, lowest = connection.map(job.target.version, mark, self._watch_waiting)
                 if descriptor is not None:
+                    before = self._mapped.pop((source.member, number), None)
+                    if before is not None:  # given again over a new connection
+                        before.close()
                     self._mapped[source.member, number] = Arena.map(self._layout, descriptor)
                 elif (source.member, number) not in self._mapped:
                     raise ConnectionResetError(f"{source.name!r} named memory that is not mapped any more")

@@ -337,7 +337,9 @@ class Run:
 
     def _holds(self, member: Member) -> bool:
         staged = member.staged
-        return staged is not None and staged.version == self.version and staged.epoch in self._same_version
+        if staged is None or staged.wire == "shm":  # mapped, and let go of when it is acknowledged
+            return False
+        return staged.version == self.version and staged.epoch in self._same_version
 
     def _settle_group(self, group: str) -> None:
         members = [member for member in self.subscribers.values() if group and member.join.group == group]
