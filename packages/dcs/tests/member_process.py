@@ -117,7 +117,7 @@ class Talk:
 
     def halt(self, *words: object) -> None:
         self.say("halted", *words)
-        os.kill(os.getpid(), signal.SIGSTOP)
+        signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)  # at once: not when some thread wakes
 
 
 def watch_landing(talk: Talk, how: dict) -> threading.Event:
