@@ -9,6 +9,7 @@ import dcs
 import pytest
 import torch
 from dcs.memory import shelf as shelves
+from dcs.memory.arena import Arena
 
 TENSORS = {"w": torch.arange(100_000, dtype=torch.float32)}
 TCP = {"wires": ("tcp",)}
@@ -19,9 +20,9 @@ class Scarce:
 
     def __init__(self) -> None:
         self.on = False
-        self._arena = shelves.Arena
+        self._arena = Arena
 
-    def __call__(self, layout: dcs.Layout) -> shelves.Arena:
+    def __call__(self, layout: dcs.Layout) -> Arena:
         if self.on:
             raise dcs.NoMemory("no memory to stage 400000 bytes: Cannot allocate memory")
         return self._arena(layout)
@@ -75,10 +76,10 @@ def test_an_address_space_without_room_is_no_memory():
     resource.setrlimit(resource.RLIMIT_AS, (used + (64 << 20), hard))
     try:
         with pytest.raises(dcs.NoMemory, match="no memory to stage 268435456 bytes"):
-            shelves.Arena(layout)
+            Arena(layout)
     finally:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
-    shelves.Arena(layout).close()
+    Arena(layout).close()
 
 
 def test_a_source_without_descriptors_serves_again_when_it_has_some(publish_to, subscribe):
