@@ -78,12 +78,7 @@ class Intake:
         """
         with self.changed:
             self.raise_if_unusable()
-            held = self.slots.having(SlotState.HELD)
-            if held:
-                raise Unacknowledged(
-                    f"version {held[0].target.version} was given out before; call its ack() or release()"
-                    " first"
-                )
+            self.raise_if_given_out()
             self._asks.append(after)
             self.changed.notify_all()
             try:
@@ -198,6 +193,14 @@ class Intake:
             f"version {ready[0].target.version} is here, and waits until all ranks of group {self._group!r}"
             " have it"
         )
+
+    def raise_if_given_out(self) -> None:
+        """Raise `Unacknowledged` while a version is looked at; with `changed` held."""
+        held = self.slots.having(SlotState.HELD)
+        if held:
+            raise Unacknowledged(
+                f"version {held[0].target.version} was given out before; call its ack() or release() first"
+            )
 
     def raise_if_unusable(self) -> None:
         """Raise `Closed`, or why nothing is given out any more."""

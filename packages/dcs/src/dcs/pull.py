@@ -176,7 +176,7 @@ class Puller:
         """End every connection, from another thread."""
         if self._groups is not None:
             self._groups.abort()
-        for connection in [*self._busy, *(each for idle in self._pool.values() for each in idle)]:
+        for connection in [*list(self._busy), *(each for idle in list(self._pool.values()) for each in idle)]:
             connection.cut()
 
     def close(self) -> None:

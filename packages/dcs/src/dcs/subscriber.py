@@ -275,6 +275,7 @@ class Subscriber:
             self._intake.raise_if_unusable()
             if self._followers:
                 raise DcsError(f"subscriber {self.name!r} is followed already; make another one")
+            self._intake.raise_if_given_out()
             self._followers.append(follower)
         follower.start()
         return follower

@@ -51,6 +51,14 @@ def test_the_versions_are_all_that_are_remembered(server, get, topology):
     assert got.runs[1].versions[-1].complete_at is None
 
 
+def test_an_address_that_is_none_is_refused_in_words(server):
+    with socket.create_connection(("127.0.0.1", server.port), 10) as raw:
+        raw.sendall(b"GET http://[::1 HTTP/1.1\r\nHost: here\r\nConnection: close\r\n\r\n")
+        answer = raw.makefile("rb").read()
+    assert answer.startswith(b"HTTP/1.0 400")
+    assert b"is no address" in answer
+
+
 def test_one_run_can_be_asked_for(server, get):
     for path in ("/versions", "/topology"):
         status, body, _ = get(server, f"{path}?run=policy")

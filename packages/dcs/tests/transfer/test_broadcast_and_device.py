@@ -69,26 +69,28 @@ def test_a_peer_that_is_gone_costs_one_deadline_and_the_version_comes(
     process.signal(signal.SIGCONT) if how == signal.SIGSTOP else None
 
 
-def test_a_process_ends_well_while_a_group_is_waiting_for_a_peer(coordinator):
+@pytest.mark.parametrize("closes", [True, False])
+def test_a_process_ends_well_while_a_group_is_waiting_for_a_peer(coordinator, closes):
     script = """
-import sys, dcs, torch
+import sys, threading, dcs, torch
 tensors = {"a": torch.zeros(1000)}
 layout = dcs.layout.of(tensors)
 options = dict(collective="gloo", collective_seconds=4.0)
 publisher = dcs.Publisher(sys.argv[1], run="r", layout=layout, **options)
 subscriber = dcs.Subscriber(sys.argv[1], run="r", name="e", layout=layout, **options)
-subscriber._intake._puller._groups.broadcast = lambda *_: subscriber._intake._puller._groups.wait.wait()
-subscriber._intake._puller._groups.wait = __import__("threading").Event()
+busy = threading.Event()
+subscriber._intake._puller._groups.broadcast = lambda *_: busy.wait()
 publisher.publish(0, tensors)
-subscriber._intake._puller._groups.wait.wait(0.5)
-subscriber._intake._puller._groups.wait.set()
-subscriber.close()
-publisher.close()
-print("closed")
+busy.wait(0.5)
+busy.set()
+if sys.argv[2] == "True":
+    subscriber.close()
+    publisher.close()
+print("done")
 """
-    command = [sys.executable, "-c", script, coordinator.address]
+    command = [sys.executable, "-c", script, coordinator.address, str(closes)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert (ended.stdout, ended.returncode) == ("closed\n", 0), ended.stderr
+    assert (ended.stdout, ended.returncode) == ("done\n", 0), ended.stderr
 
 
 def test_a_broadcast_that_is_damaged_is_mended_over_tcp(publish_to, subscribe, monkeypatch):

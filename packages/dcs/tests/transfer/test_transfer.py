@@ -306,6 +306,26 @@ def test_what_is_no_mapping_of_tensors_is_refused(publish_to):
         publisher.publish(0, torch.nn.Linear(2, 2))
 
 
+def test_a_tensor_without_values_is_refused_by_name(publish_to):
+    publisher = publish_to({"w": torch.zeros(2, 3)})
+    nested = torch.nested.nested_tensor([torch.zeros(3), torch.zeros(3)])
+    for bad, words in [(torch.zeros(2, 3, device="meta"), "meta tensor"), (nested, "nested")]:
+        with pytest.raises(dcs.LayoutMismatch, match=words):
+            publisher.publish(0, {"w": bad})
+
+
+def test_a_version_that_is_looked_at_comes_before_a_follower(publish_to, subscribe):
+    tensors = small(0)
+    publisher, subscriber = publish_to(tensors), subscribe(tensors)
+    publisher.publish(0, tensors)
+    staged = subscriber.next(timeout=10)
+    assert staged is not None
+    with pytest.raises(dcs.Unacknowledged, match="version 0"):
+        subscriber.follow(lambda staged: None)
+    staged.ack()
+    assert subscriber.follow(lambda staged: None, after=-1).error is None
+
+
 def test_who_follows_takes_the_versions_alone(publish_to, subscribe):
     tensors = small(0)
     publisher, subscriber = publish_to(tensors), subscribe(tensors)

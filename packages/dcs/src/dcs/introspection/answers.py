@@ -65,7 +65,10 @@ class Answers:
 
     def get(self, target: str, authorization: str | None, accept: str = "") -> Answer:
         """The answer to `GET target` with these headers ("Authorization", "Accept")."""
-        address = urlsplit(target)
+        try:
+            address = urlsplit(target)
+        except ValueError as error:
+            return _text(400, f"{target!r} is no address: {error}")
         if address.path == "/healthz":
             alive = self._alive()
             return _text(200 if alive else 503, "ok" if alive else "the coordinator has ended")

@@ -172,6 +172,11 @@ def check(tensors: Mapping[str, torch.Tensor], layout: Layout, cast: bool = Fals
             raise LayoutMismatch(
                 f"tensor {spec.name!r} is absent, expected {spec}", spec.name, "absent", str(spec)
             )
+        if tensor.is_meta or tensor.is_nested:
+            kind = "a meta tensor" if tensor.is_meta else "nested"
+            raise LayoutMismatch(
+                f"tensor {spec.name!r} is {kind}, expected {spec} with values", spec.name, kind, str(spec)
+            )
         got = spec_of(spec.name, local(tensor))
         castable = cast and {got.dtype, spec.dtype} <= set(FLOATING)
         if got.shape != spec.shape or (got.dtype != spec.dtype and not castable):

@@ -2,6 +2,7 @@
 
 import os
 import secrets
+import threading
 import time
 from collections.abc import Sequence
 from types import TracebackType
@@ -21,6 +22,8 @@ from dcs.replicas.tree import Tree, flatten
 from dcs.wire.tls import Tls, client_context
 
 _REMEMBERED = 64  # steps that `wait` knows
+
+_HIGHEST_STEP = (1 << 61) - 1
 
 
 class Replicas:
@@ -88,6 +91,7 @@ class Replicas:
         self._session = f"{session}#0"
         self._attempt = 0
         self._last: int | None = None
+        self._saving_now = threading.Lock()
         self._savings: dict[int, Saving] = {}
         self._stats = Stats()
         self._completed: int | None = None
@@ -120,9 +124,15 @@ class Replicas:
         session has taken over: this process has to end), `Timeout` (no memory), `Closed`. What keepers answer
         is raised by `Saving.wait`.
         """
+        with self._saving_now:  # one at a time, in the order of the steps
+            return self._save(step, tree)
+
+    def _save(self, step: int, tree: Tree) -> Saving:
         with self._changed:
             self._shipping.check()
-            if step < 0 or (self._last is not None and step <= self._last):
+            if not 0 <= step <= _HIGHEST_STEP:
+                raise StaleVersion(f"step {step} of {self.name!r}; steps count from 0 to {_HIGHEST_STEP}")
+            if self._last is not None and step <= self._last:
                 raise StaleVersion(
                     f"step {step} of {self.name!r} after step {self._last}; steps are positive and grow"
                 )

@@ -13,6 +13,7 @@ import select
 import socket
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -61,9 +62,14 @@ class CollectiveBroken(DcsError):
 _held_back: list[tuple[threading.Thread, float]] = []  # by torch, and until when at the latest
 
 
+_live: weakref.WeakSet["Group"] = weakref.WeakSet()
+
+
 @atexit.register
 def _wait_for_held_back() -> None:
     """A thread that is still inside torch when the interpreter ends would take the process down (SIGABRT)."""
+    for group in list(_live):
+        group.close()
     for thread, until in _held_back:
         thread.join(max(0.0, until - time.monotonic()))
 
@@ -217,6 +223,7 @@ class Group:
 
             return GlooTransport(rendezvous)
 
+        _live.add(self)
         self._thread = threading.Thread(
             target=self._drive, args=(make,), name=f"dcs-{backend}-{key}", daemon=True
         )
