@@ -76,7 +76,7 @@ class Sides:
             worker.open(role, words)
         for worker in workers:
             worker.opened()
-        yield workers
+        yield list(workers)
         # After an error they are not given back: nobody knows what they are doing.
         living = [worker for worker in workers if worker.lives]
         for worker in living:

@@ -159,6 +159,14 @@ def test_a_process_that_was_killed_is_seen_and_takes_no_other_role(shared_sides,
     assert [child.pid for child in shared_sides._idle] == [survivor.pid]
 
 
+def test_no_process_is_in_two_roles_whatever_becomes_of_the_list(shared_sides):
+    role = ("file_user", {"nbytes": 1000})
+    with shared_sides.workers([role]) as ours, shared_sides.workers([role]) as others:
+        ours[0] = others[0]
+    idle = [child.pid for child in shared_sides._idle]
+    assert len(idle) == len(set(idle))
+
+
 def test_a_process_that_failed_takes_no_other_role(shared_sides):
     with (
         pytest.raises(ChildError, match="nowhere"),
@@ -247,6 +255,7 @@ def test_hashes_are_measured_where_they_are_made(monkeypatch):
     measured = verifying.Verifying()
     assert measured.seconds == 0
     assert xxhash.xxh3_64_intdigest(b"chunk") == expected
+    assert xxhash.xxh3_64_intdigest(b"chunk", seed=3) == xxhash.xxh3_64(b"chunk", seed=3).intdigest()
     little = measured.seconds
     assert little > 0
     xxhash.xxh3_64_intdigest(bytes(50_000_000))
