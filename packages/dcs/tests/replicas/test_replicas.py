@@ -184,7 +184,7 @@ def test_equal_chunks_are_not_sent_again(keeper, proxy, replicas, eventually):
     rank = replicas([before])
     frozen = torch.randn(4 * CHUNK // 4)
     rank.save(1, {"a": frozen, "b": torch.zeros(100)}).wait(20)
-    eventually(lambda: before.passed >= 4 * CHUNK)  # it counts what it has passed on
+    eventually(lambda: before.passed > 3.5 * CHUNK)  # it counts large pieces, once passed on
     before.passed = 0
     rank.save(2, {"a": frozen, "b": torch.ones(100)}).wait(20)
     assert before.passed < CHUNK
