@@ -23,7 +23,8 @@ def measure(sides: Sides) -> None:
         gloo(sides, RECEIVERS, nbytes, MANY_LAYERS) as rounds,
     ):
         count = sides.rounds(6, quick=1)
-        figures = in_turn({"dcs": fleet.round, **rounds}, count, warm_up=2)
+        fleet.warm_up()
+        figures = in_turn({"dcs": fleet.round, **rounds}, count, warm_up=0 if sides.quick else 1)
         nbytes = fleet.needed() // RECEIVERS
     delivered = nbytes * RECEIVERS / GIGA
     how = (

@@ -15,6 +15,8 @@ from .sides import Sides
 from .workers import ANSWER_SECONDS, Worker, together
 
 _RUNS = itertools.count(1)
+SLOTS = 2
+"""Of a subscriber; so many arenas has a rank, too."""
 
 
 @dataclass(frozen=True)
@@ -202,6 +204,11 @@ class Fleet:
             "freeze cpu": published["freeze cpu"],
             **{name: after[name] - before[name] for name in before},
         }
+
+    def warm_up(self) -> None:
+        """Fill both slots of every subscriber, and both arenas of every rank, for the first time."""
+        for _ in range(SLOTS):
+            self.round()
 
     def counts(self) -> dict[str, float]:
         """Bytes sent, and CPU-seconds spent on verifying by the subscribers, since each began."""

@@ -45,9 +45,11 @@ def killed(fleet: Fleet, at: int, normal: float) -> float:
         victim.kill()
         done = fleet.done(survivors)["done"]
         was_done = _answered(victim)
-        fleet.settle(survivors, whole=True)
-        fleet.subscribers[at] = fleet.join(at)
+        fleet.subscribers[at] = fleet.join(
+            at
+        )  # of the same name: nobody waits for the victim's lease to lapse
         fleet.catch_up(fleet.subscribers[at])
+        fleet.settle(survivors, whole=True)
         if not was_done:
             return done - published["frozen"]
     raise RuntimeError(

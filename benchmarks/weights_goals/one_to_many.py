@@ -17,7 +17,8 @@ def measure(sides: Sides) -> None:
         others = Meanwhile()
         with c_sockets(sides, receivers) as rounds, Fleet(sides, receivers, TCP) as fleet:
             count = sides.rounds(6)
-            figures = in_turn({"dcs": fleet.round, **rounds}, count, warm_up=2)
+            fleet.warm_up()
+            figures = in_turn({"dcs": fleet.round, **rounds}, count, warm_up=0 if sides.quick else 1)
             nbytes = fleet.needed() // receivers
         report(receivers, count, nbytes, sides.nbytes, figures, load_note(others.others()))
 
@@ -29,7 +30,8 @@ def report(
     to = f"tcp, one to {receivers}"
     how = (
         f"{nbytes / 1e6:.0f} MB of bfloat16, 398 tensors, {receivers} receivers, every side a process, on "
-        f"127.0.0.1; {rounds} rounds in turn after 2; medians; CPU-seconds user and system of all processes"
+        f"127.0.0.1; {rounds} rounds in turn, after others to warm up; medians; CPU-seconds user and system "
+        "of all processes"
     )
     ours = figures["dcs"]
     delivered = nbytes * receivers / GIGA

@@ -26,8 +26,10 @@ def measure(sides: Sides) -> None:
         files(sides, RECEIVERS, {"torch": Path(memory), "safetensors": sides.folder}) as rounds,
     ):
         count = sides.rounds(5)
+        over_tcp.warm_up()
+        mapped.warm_up()
         figures = in_turn(
-            {"dcs, tcp": over_tcp.round, "dcs, mapped": mapped.round, **rounds}, count, warm_up=2
+            {"dcs, tcp": over_tcp.round, "dcs, mapped": mapped.round, **rounds}, count, warm_up=1
         )
         nbytes = over_tcp.needed() // RECEIVERS
     delivered = nbytes * RECEIVERS / GIGA

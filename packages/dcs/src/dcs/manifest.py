@@ -76,7 +76,9 @@ def version_root(roots: Sequence[bytes]) -> bytes:
 
 def hash_chunk(view: memoryview) -> int:
     """xxh3-64 of a chunk's bytes."""
-    return xxhash.xxh3_64_intdigest(view)
+    digest = xxhash.xxh3_64()
+    digest.update(view)  # lets other threads run meanwhile, which the one-shot function does not
+    return digest.intdigest()
 
 
 def decode(data: bytes | bytearray | memoryview, layout: str, nbytes: int, root: bytes) -> Manifest:

@@ -253,7 +253,7 @@ def test_a_replayed_announcement_of_an_older_version_is_ignored(fake_coordinator
 def test_a_closing_coordinator_is_noticed_at_once(stack):
     coordinator = stack.enter_context(dcs.Coordinator())
     layout = dcs.layout.of(TENSORS)
-    publisher = stack.enter_context(dcs.Publisher(coordinator.address, layout=layout))
+    publisher = stack.enter_context(dcs.Publisher(coordinator.address, layout=layout, timeout=1.0))
     subscriber = stack.enter_context(dcs.Subscriber(coordinator.address, name="e", layout=layout))
     ticket = publisher.publish(0, TENSORS)
     assert subscriber.next(timeout=10) is not None

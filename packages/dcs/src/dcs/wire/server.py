@@ -327,7 +327,8 @@ class _Connection:
         older = None if base == frames.NO_BASE else self._shelf.find(base)
         selected = Selected(copy, selection, older, self._server.unit)
         for index in range(first, first + count):
-            self._await(copy, selected, index)
+            if not copy.complete:
+                self._await(copy, selected, index)
             with self._shelf.sending(copy):
                 encoding, hashes, parts, nbytes = selected.read(index, self._shelf)
                 header = frames.REPLY.pack(frames.OK, encoding, index, nbytes, *hashes)

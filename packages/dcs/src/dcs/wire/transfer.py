@@ -83,19 +83,18 @@ class Transfer:
             return self.progress
 
     def land(self, progress: Progress, index: int, value: int) -> None:
-        """A chunk's verified bytes are in place; `value` is its hash."""
+        """A chunk's verified bytes are in place; `value` is its hash. With the shelf's lock held."""
         copy = self.copy
-        with self.shelf.changed:
-            progress.state[index] = LANDED
-            if progress.stream.selection.whole:
-                copy.missing[index] = 0
-                copy.hashes[index] = value
-            else:
-                copy.selected.setdefault(progress.stream.key, [None] * len(progress.stream))[index] = value
-                for touched, size in progress.stream.touched[index]:
-                    copy.missing[touched] = max(0, copy.missing[touched] - size)
-            self.heard = time.monotonic()
-            self.shelf.notify()
+        progress.state[index] = LANDED
+        if progress.stream.selection.whole:
+            copy.missing[index] = 0
+            copy.hashes[index] = value
+        else:
+            copy.selected.setdefault(progress.stream.key, [None] * len(progress.stream))[index] = value
+            for touched, size in progress.stream.touched[index]:
+                copy.missing[touched] = max(0, copy.missing[touched] - size)
+        self.heard = time.monotonic()
+        self.shelf.notify()
 
     @property
     def done(self) -> bool:
@@ -210,11 +209,10 @@ class Lane:
         with transfer.shelf.changed:
             transfer.starved.discard(member)
             transfer.received[member] += length
-        if outcome is _Got.GOOD:
-            transfer.differences += encoding == frames.DELTA
-            transfer.land(self._progress, index, value)
-            return
-        with transfer.shelf.changed:
+            if outcome is _Got.GOOD:
+                transfer.differences += encoding == frames.DELTA
+                transfer.land(self._progress, index, value)
+                return
             self._progress.damaged[index] += outcome is _Got.DAMAGED
             attempts = self._progress.damaged[index]
             self._progress.state[index] = TODO
