@@ -14,7 +14,7 @@ from .sides import MEGA, Sides
 from .workers import ANSWER_SECONDS
 
 KEEPERS = 2
-STEPS, QUICK_STEPS = 20, 5
+STEPS, QUICK_STEPS = 8, 5
 """Of a round."""
 BULK, QUICK_BULK = 400 * MEGA, 64 * MEGA
 GIGA = 1e9
@@ -37,7 +37,7 @@ def measure(sides: Sides) -> None:
         )
         trainer = exits.enter_context(child)
         pids = [trainer.pid, *(keeper.pid for keeper in keepers)]
-        steps, rounds = (QUICK_STEPS if sides.quick else STEPS), sides.rounds(12, quick=4)
+        steps, rounds = (QUICK_STEPS if sides.quick else STEPS), sides.rounds(40, quick=4)
         sides_of_it: dict[str, Round] = {
             "alone": stepping(trainer, pids, steps, save=False),
             "saving": stepping(trainer, pids, steps, save=True),
@@ -49,9 +49,9 @@ def measure(sides: Sides) -> None:
     alone, saving = figures["alone"], figures["saving"]
     how = (
         f"a step of the quick start in one process (105k parameters, 64 samples of 16 tokens: generate, "
-        f"train, commit), its state of {nbytes / 1e6:.1f} MB saved after each step to {KEEPERS} keepers, "
-        f"processes on this machine, and restored bit for bit; {rounds} rounds of {steps} steps in turn; "
-        f"medians; {load_note(others.others())}"
+        f"train, commit, and copy the state), the state of {nbytes / 1e6:.1f} MB saved after each step to "
+        f"{KEEPERS} keepers, processes on this machine, and restored bit for bit; {rounds} rounds of {steps} "
+        f"steps in turn; medians; {load_note(others.others())}"
     )
     print_claim(
         at_most(

@@ -39,14 +39,15 @@ class Trainer:
         self._saved = 0
 
     def steps(self, count: int, save: bool) -> dict[str, float]:
-        """Seconds of a step, over so many, with the state saved after each or without; those in `save`."""
+        """Seconds of a step, over so many, with its state saved or only looked up; those in `save`."""
         begun, saving = time.perf_counter(), 0.0
         for _ in range(count):
             self._step()
+            tree = self._tree()
             if save:
                 self._saved += 1
                 before = time.perf_counter()
-                self._replicas.save(self._saved, self._tree())
+                self._replicas.save(self._saved, tree)
                 saving += time.perf_counter() - before
         seconds = time.perf_counter() - begun
         if save:
