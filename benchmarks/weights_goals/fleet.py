@@ -192,6 +192,10 @@ class Fleet:
         taken = self.done(self.subscribers)
         spent = cpu_seconds(self.pids) - cpu
         after = self.counts()
+        if "tcp" in self._way.wires and not after["verify cpu"] > before["verify cpu"]:
+            raise RuntimeError(
+                f"version {self.version} came by tcp, and no hash was measured in the subscribers"
+            )
         if same_bits:
             everyone = [*self.publishers, *self.subscribers]
             require_same([one["digest"] for one in together(everyone, "digest")])
