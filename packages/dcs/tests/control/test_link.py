@@ -180,7 +180,7 @@ def test_an_announcement_in_flight_survives_a_restart(stack, ear):
 
 
 def test_a_stopped_coordinator_evicts_nobody_when_it_goes_on(stack, ear):
-    process = stack.enter_context(dcs.serve(lease_seconds=LEASE))
+    process = stack.enter_context(dcs.serve(lease_seconds=3.0))
     rank, subscriber = ear(process.address), ear(process.address)
     rank.join("publisher", "p", session="s")
     subscriber.join("subscriber", "e")

@@ -104,7 +104,7 @@ def test_a_receiver_at_a_hundredth_of_the_rate_is_evicted_and_its_children_go_on
         assert member.takes(1)[0] == digest(1)
     seconds = clock()
     print(f"behind a relay at 1 % of the rate: done after {seconds:.2f} s")
-    assert seconds < 4
+    assert seconds < 15  # at its rate it takes 46
     stats = ticket.wait(10)
     assert set(stats.acked) == {"child", "grandchild"}
     assert "had not staged" in stats.gone["slow"]

@@ -152,6 +152,8 @@ class Coordinator:
                 wait = None if deadline is None else int(max(0.0, deadline - before) * 1000) + 1
                 poller.poll(wait)
                 drained = self._receive()
+                if deadline is not None and time.monotonic() >= deadline:
+                    drained = self._listen_again(poller)
                 with self._registry_lock:
                     if deadline is not None and time.monotonic() > max(before, deadline) + self._stalled:
                         # This process was stopped, so that it could not hear anybody.
@@ -165,6 +167,16 @@ class Coordinator:
         finally:
             self._socket.close()
             os.eventfd_write(self.ended, 1)
+
+    def _listen_again(self, poller: zmq.Poller) -> bool:
+        """Before anybody is evicted: this process may have been stopped until just now, and what members have
+        said meanwhile comes from the kernel only as zmq's own thread gets to it.
+        """
+        until, drained = time.monotonic() + self._stalled, True
+        while (left := until - time.monotonic()) > 0 and not self._closing.is_set():
+            if poller.poll(int(left * 1000) + 1):
+                drained = self._receive()
+        return drained
 
     def _receive(self) -> bool:
         """Handle what has arrived, but not more than a batch; True when there is nothing left."""
