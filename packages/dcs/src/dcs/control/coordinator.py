@@ -151,11 +151,12 @@ class Coordinator:
                 before = time.monotonic()
                 wait = None if deadline is None else int(max(0.0, deadline - before) * 1000) + 1
                 poller.poll(wait)
-                drained = self._receive()
+                drained, late = self._receive(), 0.0
                 if deadline is not None and time.monotonic() >= deadline:
+                    late = time.monotonic() - max(before, deadline)
                     drained = self._listen_again(poller)
                 with self._registry_lock:
-                    if deadline is not None and time.monotonic() > max(before, deadline) + self._stalled:
+                    if late > self._stalled:
                         # This process was stopped, so that it could not hear anybody.
                         self._registry.grant(time.monotonic())
                     # What has arrived counts before any lease does: a coordinator that was stopped for a
