@@ -18,7 +18,7 @@ from dcs.errors import DcsError, LayoutMismatch, NoMemory
 from dcs.layout import Layout, local, spec_of
 from dcs.layout.tensors import FLOATING
 
-_BLOCK_BYTES = 256 << 10  # that are copied and then hashed; fits into the cache of a core
+_BLOCK_BYTES = 1 << 20  # that are copied and then hashed, while they are in cache
 _numbers = itertools.count(1)
 
 
