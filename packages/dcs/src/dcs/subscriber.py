@@ -136,8 +136,6 @@ class Subscriber:
         self._token = token
         self._chunk_bytes = chunk_bytes
         self._fingerprint = layout.fingerprint
-        self._timeout = timeout
-        self._group = group
         self._member = 0
         self._acked: Acked | None = None
         self._silence: DcsError | None = None

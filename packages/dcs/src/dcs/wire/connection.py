@@ -3,7 +3,7 @@
 import itertools
 import socket
 import ssl
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -112,6 +112,10 @@ class Connection:
     def receive_into(self, view: memoryview) -> None:
         """Fill `view` with what follows a header. Raises `OSError`."""
         streams.receive_into(self._sock, view)
+
+    def receive_parts(self, parts: Sequence[memoryview]) -> None:
+        """Fill several views with what follows a header, by one call where that does. Raises `OSError`."""
+        streams.receive_parts(self._sock, parts)
 
     def map(self, version: int, mark: bytes, waiting: Callable[[], None]) -> tuple[int, int | None, int]:
         """The number of the arena that holds a version, its descriptor unless it came before, and the lowest

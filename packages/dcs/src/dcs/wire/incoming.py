@@ -85,7 +85,7 @@ def coverage(streams: list[Stream], chunks: int) -> np.ndarray:
     return total
 
 
-TODO, TAKEN, LANDED = 0, 1, 2
+WANTED, TAKEN, LANDED = 0, 1, 2
 
 
 @dataclass(eq=False)
@@ -93,7 +93,7 @@ class Progress:
     """How far one stream of one version is; guarded by the shelf's lock.
 
     Attributes:
-        state: TODO, TAKEN or LANDED, one byte a chunk.
+        state: WANTED, TAKEN or LANDED, one byte a chunk.
         damaged: how often each chunk did not match its hash.
     """
 
@@ -103,11 +103,11 @@ class Progress:
 
     def take(self, most: int) -> tuple[int, int] | None:
         """`(first, count)` of chunks to ask for next, at most `most`; None when all are taken."""
-        first = self.state.find(TODO)
+        first = self.state.find(WANTED)
         if first < 0:
             return None
         count = 1
-        while count < most and first + count < len(self.state) and self.state[first + count] == TODO:
+        while count < most and first + count < len(self.state) and self.state[first + count] == WANTED:
             count += 1
         self.state[first : first + count] = bytes([TAKEN]) * count
         return first, count
@@ -116,7 +116,7 @@ class Progress:
         """These have not come after all."""
         for index in range(first, first + count):
             if self.state[index] == TAKEN:
-                self.state[index] = TODO
+                self.state[index] = WANTED
 
     @property
     def left(self) -> int:
@@ -127,6 +127,6 @@ class Progress:
 def begin(stream: Stream, missing: np.ndarray) -> Progress:
     """What of a stream is still of use to a copy that misses these bytes."""
     state = bytearray(
-        TODO if any(missing[index] for index, _ in touched) else LANDED for touched in stream.touched
+        WANTED if any(missing[index] for index, _ in touched) else LANDED for touched in stream.touched
     )
     return Progress(stream, state)

@@ -7,7 +7,6 @@ requests in flight, so that a long line is never idle between them.
 
 import enum
 import threading
-import time
 from collections import Counter, deque
 from collections.abc import Callable
 
@@ -22,7 +21,7 @@ from dcs.plan import blocks
 from dcs.wire import frames, incoming
 from dcs.wire.chunks import hash_parts, seal
 from dcs.wire.connection import Connection
-from dcs.wire.incoming import LANDED, TODO, Progress, Stream
+from dcs.wire.incoming import LANDED, WANTED, Progress, Stream
 
 _RUN = 16  # chunks in one request, at most
 _ATTEMPTS = 4  # for one chunk whose bytes do not match its hash
@@ -42,7 +41,6 @@ class Transfer:
         received: payload bytes by source member, retries included.
         differences: how many chunks came as such.
         spoilt: chunks of the copy's arena that no longer hold what they held before.
-        heard: when anything came last, on the monotonic clock.
         starved: sources that say they wait for theirs.
     """
 
@@ -63,7 +61,6 @@ class Transfer:
         self.spoilt: set[int] = set()
         self.received: Counter[int] = Counter()
         self.differences = 0
-        self.heard = time.monotonic()
         self.starved: set[int] = set()
         self.progress: list[Progress] = []
 
@@ -93,7 +90,6 @@ class Transfer:
             copy.selected.setdefault(progress.stream.key, [None] * len(progress.stream))[index] = value
             for touched, size in progress.stream.touched[index]:
                 copy.missing[touched] = max(0, copy.missing[touched] - size)
-        self.heard = time.monotonic()
         self.shelf.notify()
 
     @property
@@ -215,7 +211,7 @@ class Lane:
                 return
             self._progress.damaged[index] += outcome is _Got.DAMAGED
             attempts = self._progress.damaged[index]
-            self._progress.state[index] = TODO
+            self._progress.state[index] = WANTED
         if attempts >= _ATTEMPTS:
             raise CorruptChunk(
                 f"chunk {index} of version {self._version} from {self.connection.source.name!r} did not match"
@@ -235,8 +231,7 @@ class Lane:
             return _Got.GOOD
         self._transfer.spoilt.add(index)
         parts = [copy.arena.memory[start : start + length] for start, length in spans]
-        for part in parts:
-            self.connection.receive_into(part)
+        self.connection.receive_parts(parts)
         return _Got.GOOD if hash_parts(parts) == value else _Got.DAMAGED
 
     def _receive_difference(
@@ -302,7 +297,6 @@ class Lane:
         if self._transfer.departed(source):
             raise ConnectionAbortedError(f"{source.name!r} waits for its own source, and was evicted")
         with self._transfer.shelf.changed:
-            self._transfer.heard = time.monotonic()
             self._transfer.starved.add(self.connection.source.member)
             self._transfer.shelf.notify()
 
