@@ -1,11 +1,14 @@
 """The benchmark of dcs: what its claims rest on, and some of its goals run for real."""
 
+import itertools
 import json
 import math
 import socket
 import subprocess
 import sys
 import threading
+import time
+import types
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -252,20 +255,32 @@ def test_what_leaves_through_a_port_is_counted_by_the_kernel():
 def test_hashes_are_measured_where_they_are_made(monkeypatch):
     for name in ("xxh3_64_intdigest", "xxh3_64"):  # put back afterwards
         monkeypatch.setattr(xxhash, name, getattr(xxhash, name))
+    clock = itertools.count()  # every hash lasts one second by it
+    monkeypatch.setattr(verifying, "time", types.SimpleNamespace(thread_time=lambda: next(clock)))
     expected = xxhash.xxh3_64_intdigest(b"chunk")
     measured = verifying.Verifying()
     assert measured.seconds == 0
     assert xxhash.xxh3_64_intdigest(b"chunk") == expected
-    assert xxhash.xxh3_64_intdigest(b"chunk", seed=3) == xxhash.xxh3_64(b"chunk", seed=3).intdigest()
-    little = measured.seconds
-    assert little > 0
-    xxhash.xxh3_64_intdigest(bytes(50_000_000))
-    once = measured.seconds
-    assert once > 10 * little
+    assert measured.seconds == 1
+    assert xxhash.xxh3_64_intdigest(b"chunk", seed=3) != expected
+    assert measured.seconds == 2
     digest = xxhash.xxh3_64()
-    digest.update(bytes(50_000_000))
-    assert digest.intdigest() == xxhash.xxh3_64_intdigest(bytes(50_000_000))
-    assert measured.seconds > 2 * once
+    digest.update(b"chu")
+    digest.update(b"nk")
+    assert digest.intdigest() == expected
+    assert measured.seconds == 4
+    with pytest.raises(TypeError):
+        xxhash.xxh3_64_intdigest("not bytes")
+    assert measured.seconds == 5  # a hash that fails is measured as well
+
+
+def test_hashes_are_measured_by_the_cpu_of_their_thread(monkeypatch):
+    monkeypatch.setattr(xxhash, "xxh3_64_intdigest", xxhash.xxh3_64_intdigest)
+    monkeypatch.setattr(xxhash, "xxh3_64", xxhash.xxh3_64)
+    measured = verifying.Verifying()
+    begun = time.thread_time()
+    xxhash.xxh3_64_intdigest(bytes(1_000_000))
+    assert 0 < measured.seconds <= time.thread_time() - begun
 
 
 def test_a_step_changes_as_much_of_the_weights_as_the_goal_says():

@@ -329,8 +329,12 @@ def test_killing_and_starting_ranks_again_leaks_nothing(keeper, rank_process, ev
             baseline = held()
     assert baseline is not None
     eventually(lambda: own.connections == other.connections == 0)
-    fds, threads, memory = held()
-    assert fds <= baseline[0] + 3  # mapped arenas differ by what the last rank left
-    assert threads <= baseline[1]
-    assert memory <= baseline[2] + 4 * (1 << 20)
+    fds, threads, memory = baseline
+
+    def is_back() -> bool:  # the thread of a connection outlives its count by a moment
+        now = held()
+        # Mapped arenas differ by what the last rank left.
+        return now[0] <= fds + 3 and now[1] <= threads and now[2] <= memory + 4 * (1 << 20)
+
+    eventually(is_back)
     assert {name for name in os.listdir("/dev/shm") if "dcs" in name} <= there_before
