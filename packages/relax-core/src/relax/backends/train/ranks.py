@@ -1,0 +1,87 @@
+"""What one rank of a trainer with many ranks does; `gang` makes one `TrainBackend` of all of them."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from torch import Tensor
+
+from relax.algorithms.spec import LossOutputs
+from relax.backends.train.base import LossFn, Packed, StepStats
+
+if TYPE_CHECKING:
+    import dcs
+
+
+@dataclass(frozen=True)
+class Coordinates:
+    """Where a rank stands.
+
+    Attributes:
+        rank: global rank, 0 to `world_size` - 1.
+        world_size: ranks of the trainer.
+        data_rank: which of the data-parallel replicas it belongs to, 0 to `data_size` - 1. Ranks of one replica
+            (tensor, context and pipeline parallel) are given the same micro-batches.
+        data_size: data-parallel replicas.
+        speaks: whether this rank returns results for its replica: tensor and context rank 0 of the last
+            pipeline stage. One rank a replica does.
+    """
+
+    rank: int
+    world_size: int
+    data_rank: int
+    data_size: int
+    speaks: bool
+
+
+class RankBackend(Protocol):
+    """One rank. All ranks are called with the same verb at the same time; every rank of a data-parallel replica
+    with the same micro-batches, and all replicas with equally many.
+
+    Results for samples come from the rank that speaks for its replica; the others return None.
+    """
+
+    @property
+    def coordinates(self) -> Coordinates: ...
+
+    def forward(self, batches: Sequence[Packed]) -> list[Tensor] | None:
+        """For each micro-batch float32 [total response]: logprobs as `TrainBackend.forward` gives them."""
+        ...
+
+    def forward_backward(self, batches: Sequence[Packed], loss: LossFn) -> LossOutputs | None:
+        """Accumulate the gradient of the unscaled loss sum of all micro-batches; their sums and counts."""
+        ...
+
+    def optim_step(self, scale: float) -> StepStats:
+        """Sum gradients over replicas, finish those of replicated parameters, scale, clip by the norm over all
+        shards, step. The same answer on every rank."""
+        ...
+
+    def discard_gradient(self) -> None: ...
+
+    def supervised_step(self, batches: Sequence[Packed], lr: float, count: int) -> float | None:
+        """One step of cross-entropy; `count` is the number of marked tokens over all replicas. The loss sum."""
+        ...
+
+    def layout(self) -> "dcs.Layout":
+        """Which boxes of which Hugging Face tensors `tensors` holds."""
+        ...
+
+    def tensors(self) -> Iterable[tuple[str, Tensor]]:
+        """This rank's shards by local name, as `layout` names them; live memory."""
+        ...
+
+    def save(self, folder: Path) -> None:
+        """Write this rank's part of weights, optimizer, schedule and random state; all ranks into one folder."""
+        ...
+
+    def load(self, folder: Path) -> None:
+        """Go on from a folder that ranks wrote, perhaps split otherwise; bit for bit under the same split."""
+        ...
+
+    def export(self, folder: Path) -> None:
+        """Write a Hugging Face folder together; never a whole model on one rank."""
+        ...
+
+    def close(self) -> None: ...
