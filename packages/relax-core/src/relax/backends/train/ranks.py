@@ -21,8 +21,8 @@ class Coordinates:
     Attributes:
         rank: global rank, 0 to `world_size` - 1.
         world_size: ranks of the trainer.
-        data_rank: which of the data-parallel replicas it belongs to, 0 to `data_size` - 1. Ranks of one replica
-            (tensor, context and pipeline parallel) are given the same micro-batches.
+        data_rank: which of the data-parallel replicas it belongs to, 0 to `data_size` - 1. Ranks of one
+            replica (tensor, context and pipeline parallel) are given the same micro-batches.
         data_size: data-parallel replicas.
         speaks: whether this rank returns results for its replica: tensor and context rank 0 of the last
             pipeline stage. One rank a replica does.
@@ -36,8 +36,8 @@ class Coordinates:
 
 
 class RankBackend(Protocol):
-    """One rank. All ranks are called with the same verb at the same time; every rank of a data-parallel replica
-    with the same micro-batches, and all replicas with equally many.
+    """One rank. All ranks are called with the same verb at the same time; every rank of a data-parallel
+    replica with the same micro-batches, and all replicas with equally many.
 
     Results for samples come from the rank that speaks for its replica; the others return None.
     """
@@ -54,14 +54,17 @@ class RankBackend(Protocol):
         ...
 
     def optim_step(self, scale: float) -> StepStats:
-        """Sum gradients over replicas, finish those of replicated parameters, scale, clip by the norm over all
-        shards, step. The same answer on every rank."""
+        """Sum gradients over replicas, finish those of replicated parameters, scale, clip by the norm over
+        all shards, step. The same answer on every rank.
+        """
         ...
 
     def discard_gradient(self) -> None: ...
 
     def supervised_step(self, batches: Sequence[Packed], lr: float, count: int) -> float | None:
-        """One step of cross-entropy; `count` is the number of marked tokens over all replicas. The loss sum."""
+        """One step of cross-entropy; `count` is the number of marked tokens over all replicas. The loss
+        sum.
+        """
         ...
 
     def layout(self) -> "dcs.Layout":
@@ -73,7 +76,7 @@ class RankBackend(Protocol):
         ...
 
     def save(self, folder: Path) -> None:
-        """Write this rank's part of weights, optimizer, schedule and random state; all ranks into one folder."""
+        """Write this rank's part of weights, optimizer, schedule and random state; all into one folder."""
         ...
 
     def load(self, folder: Path) -> None:
