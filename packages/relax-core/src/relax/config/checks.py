@@ -1,12 +1,20 @@
 """Combinations that cannot work, refused before anything is started."""
 
 from relax.config.base import ConfigError
+from relax.config.parallel import parallel_faults
 from relax.config.run import RunConfig
 
 
 def check(config: RunConfig) -> None:
     """Raise ConfigError for the combinations that single fields cannot see; all of them at once."""
-    faults = [*_staleness(config), *_sampling(config), *_groups(config), *_inputs(config), *_weights(config)]
+    faults = [
+        *_staleness(config),
+        *_sampling(config),
+        *_groups(config),
+        *_inputs(config),
+        *_weights(config),
+        *parallel_faults(config.actor.backend, config.actor),
+    ]
     if faults:
         raise ConfigError("this configuration cannot run:\n  " + "\n  ".join(faults))
 

@@ -5,6 +5,7 @@ from typing import Literal
 from pydantic import Field
 
 from relax.config.base import Settings
+from relax.config.parallel import ParallelSettings
 
 
 class AlgorithmSettings(Settings):
@@ -66,8 +67,8 @@ class SupervisedSettings(Settings):
     lr: float = Field(default=3e-3, gt=0)
 
 
-class ActorSettings(Settings):
-    """Training."""
+class ActorSettings(ParallelSettings):
+    """Training: the backend, how it is split over ranks, the optimizer."""
 
     backend: str = "torch_native"
     """Registered training backend or `module:attribute`."""

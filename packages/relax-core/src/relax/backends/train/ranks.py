@@ -9,9 +9,36 @@ from torch import Tensor
 
 from relax.algorithms.spec import LossOutputs
 from relax.backends.train.base import LossFn, Packed, StepStats
+from relax.backends.train.settings import TrainerSettings
 
 if TYPE_CHECKING:
     import dcs
+
+    from relax.config.roles import ActorSettings
+
+
+@dataclass(frozen=True)
+class RankSpec:
+    """What a rank is made from. A rank backend is a callable `(spec) -> RankBackend`; when it is called,
+    torch.distributed's default group spans all ranks of the trainer.
+
+    Attributes:
+        folder: the Hugging Face model folder; without weights they are drawn from `seed`.
+        settings: optimizer, schedule, temperature.
+        actor: the whole `actor` section: the split (`actor.parallel`), and what a backend has of its own.
+        device: of this rank, such as `cpu` or `cuda:0`.
+        seed: of weights that the folder does not hold, and of random states.
+        torch_threads: intra-op threads of this process; None leaves them as they are.
+        trains: False for one that only scores, as the Reference role's: no optimizer is needed.
+    """
+
+    folder: Path
+    settings: TrainerSettings
+    actor: "ActorSettings"
+    device: str = "cpu"
+    seed: int = 0
+    torch_threads: int | None = 1
+    trains: bool = True
 
 
 @dataclass(frozen=True)
