@@ -51,6 +51,27 @@ def test_a_malformed_generation_is_refused_with_the_value(arguments, message):
         Generation(*arguments)
 
 
+@pytest.mark.parametrize("dtype", [np.uint8, np.int16, np.int32])
+def test_routes_are_held_in_the_integer_type_they_come_in(dtype):
+    routes = np.zeros((4, 2, 3), dtype)
+    generation = Generation(ids(5, 6), logprobs(-1, -2), [(0, 0, 2)], "length", routes)
+    assert generation.routes is routes
+    assert Generation(ids(5), logprobs(-1), [(0, 0, 1)], "length").routes is None
+
+
+@pytest.mark.parametrize(
+    ("routes", "message"),
+    [
+        ([[[1]]], "found list"),
+        (np.zeros((4, 2, 3), np.int64), "int64"),
+        (np.zeros((4, 6), np.uint8), r"shape \(4, 6\)"),
+    ],
+)
+def test_routes_of_another_kind_are_refused(routes, message):
+    with pytest.raises(InvalidValue, match=message):
+        Generation(ids(5, 6), logprobs(-1, -2), [(0, 0, 2)], "length", routes)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -23,6 +23,8 @@ type FinishReason = Literal["stop", "length", "abort"]
 
 FINISH_REASONS = ("stop", "length", "abort")
 
+ROUTE_DTYPES = (np.uint8, np.int16, np.int32)
+
 
 class Sampling(msgspec.Struct, frozen=True):
     """How the next tokens are drawn.
@@ -119,6 +121,9 @@ class Generation(msgspec.Struct, frozen=True, eq=False):
         spans: the policy versions that sampled them: (version, start, end) with version >= 0 and start < end,
             contiguous, the first starting at 0, the last ending at m; empty when m is 0.
         finish_reason: "stop" (the last token is a stop token), "length" (no room for more), or "abort".
+        routes: uint8, int16 or int32 [k + m - 1, layers, top_k] for a request of k tokens: the experts that
+            every token but the last was sent to, in the policy that saw it first; None where the engine
+            tells none. Their number is not checked here, as a generation does not know its request.
 
     Raises:
         InvalidValue: any of these does not hold.
@@ -128,6 +133,7 @@ class Generation(msgspec.Struct, frozen=True, eq=False):
     logprobs: npt.NDArray[np.float32]
     spans: list[VersionSpan]
     finish_reason: FinishReason
+    routes: npt.NDArray[Any] | None = None
 
     def __post_init__(self) -> None:
         check_vector("the tokens of a generation", self.tokens, np.int32)
@@ -152,6 +158,8 @@ class Generation(msgspec.Struct, frozen=True, eq=False):
                 "least, as only an abort may be empty"
             )
         check_spans(self.spans, count)
+        if self.routes is not None:
+            _check_routes(self.routes)
 
 
 def check_vector(name: str, array: object, dtype: type[np.generic]) -> None:
@@ -184,3 +192,16 @@ def check_spans(spans: Sequence[VersionSpan], count: int) -> None:
         position = end
     if position != count:
         raise InvalidValue(f"the version spans end at {position}; expected {count}, the number of tokens")
+
+
+def _check_routes(routes: object) -> None:
+    if not isinstance(routes, np.ndarray) or routes.ndim != 3 or routes.dtype not in ROUTE_DTYPES:
+        found = (
+            f"a numpy array of {routes.dtype} with shape {routes.shape}"
+            if isinstance(routes, np.ndarray)
+            else type(routes).__name__
+        )
+        raise InvalidValue(
+            f"the routes of a generation: found {found}; expected a numpy array of uint8, int16 or int32 with "
+            "the shape (tokens, layers, top_k)"
+        )
