@@ -202,6 +202,6 @@ def _check_routes(routes: object) -> None:
             else type(routes).__name__
         )
         raise InvalidValue(
-            f"the routes of a generation: found {found}; expected a numpy array of uint8, int16 or int32 with "
-            "the shape (tokens, layers, top_k)"
+            f"the routes of a generation: found {found}; expected a numpy array of uint8, int16 or int32 "
+            "with the shape (tokens, layers, top_k)"
         )
