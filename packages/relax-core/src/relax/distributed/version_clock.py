@@ -45,7 +45,16 @@ class VersionClock:
 
     def joined(self, engine: str) -> None:
         """An engine without weights: not routable."""
+        if engine in self.engines:
+            raise VersionViolation(f"engine {engine!r} joined a second time and had not left")
         self.engines[engine] = -1
+
+    def left(self, engine: str) -> None:
+        """An engine is gone: nothing starts there, and nobody waits for it. It may join again, as one without
+        weights.
+        """
+        if self.engines.pop(engine, None) is None:
+            raise VersionViolation(f"engine {engine!r} left but never joined")
 
     def committed(self, engine: str, version: int) -> None:
         """An engine serves `version` from now on. Versions only grow."""

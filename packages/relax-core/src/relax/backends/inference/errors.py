@@ -1,5 +1,11 @@
 """The error family of inference engines; a message names the request, tensor or version, and the way out."""
 
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from agentic import Generation
+
 
 class EngineError(Exception):
     """Base of every error an engine raises on purpose."""
@@ -29,6 +35,27 @@ class EngineClosed(EngineError):
 
 class EngineFailed(EngineError):
     """The compute thread ended with an error, which is `__cause__`; the message holds its traceback."""
+
+
+class EngineLost(EngineError):
+    """A replica that cannot answer any more: its process died, or its server does not answer or does not get
+    on. What was asked of it may be asked of another one.
+
+    Attributes:
+        engine: its name.
+        reason: what happened, for people.
+        partial: what is known of unfinished answers, by request id: tokens that had come out of the engine
+            before it was lost. Their finish reason is not looked at.
+    """
+
+    def __init__(self, engine: str, reason: str, partial: "Mapping[str, Generation] | None" = None) -> None:
+        super().__init__(engine, reason, partial)  # what it is made from again in another process
+        self.engine = engine
+        self.reason = reason
+        self.partial: Mapping[str, Generation] = partial or {}
+
+    def __str__(self) -> str:
+        return f"{self.engine} is lost: {self.reason}"
 
 
 class UnknownEngine(EngineError, ValueError):
