@@ -26,6 +26,9 @@ class Packed:
             `rollout_logprobs`, `advantages`, `reference_logprobs` (float32).
         media: a row's media items (what omni_processor made), empty for a row without. Their arrays are
             read-only views of the bus's memory: copy what has to outlive the call.
+        dummy: it only keeps ranks in step: a copy of a real row with `loss_mask` 0. A rank runs forward and
+            backward on it with `masked_out` for a loss; it is no part of counts, metrics, auxiliary losses
+            or expert statistics.
     """
 
     tokens: Tensor
@@ -33,6 +36,7 @@ class Packed:
     prompt_lengths: Tensor
     fields: Mapping[str, Tensor] = field(default_factory=dict)
     media: Sequence[Sequence[Mapping[str, Any]]] = ()
+    dummy: bool = False
 
     @property
     def rows(self) -> int:
@@ -110,3 +114,8 @@ def ragged(rows: Sequence[np.ndarray | Sequence[int]], dtype: torch.dtype) -> tu
     np.cumsum([len(a) for a in arrays], out=offsets[1:])
     values = np.concatenate(arrays) if arrays else np.zeros(0)
     return torch.as_tensor(values).to(dtype), torch.as_tensor(offsets)
+
+
+def masked_out(inputs: LossInputs) -> LossOutputs:
+    """The loss of a dummy micro-batch: 0 with a gradient of exactly 0, and no count."""
+    return LossOutputs(torch.where(inputs.mask != 0, inputs.logprobs, 0.0).sum(), 0.0)
