@@ -117,3 +117,17 @@ def test_a_folder_without_config_is_refused_by_name(tmp_path):
 def test_dimensions_that_do_not_fit_are_refused(tmp_path, wrong):
     with pytest.raises(ValueError, match="|".join(str(value) for value in wrong.values())):
         write_tiny(tmp_path, **wrong)
+
+
+def test_the_tiny_mixture_of_experts_is_what_transformers_calls_qwen3_moe(tmp_path):
+    folder = write_tiny(tmp_path, "qwen3_moe", num_experts=4, num_experts_per_tok=3, num_hidden_layers=1)
+    model = build_model(folder)
+    config = load_config(folder)
+
+    assert type(AutoModelForCausalLM.from_config(config)) is type(model)
+    assert (config.num_experts, config.num_experts_per_tok, config.norm_topk_prob) == (4, 3, True)
+    assert dict(named_weights(model))["model.layers.0.mlp.experts.gate_up_proj"].shape == (4, 96, 64)
+    with pytest.raises(ValueError, match="num_experts_per_tok is 9; 8 experts take 1 to 8"):
+        write_tiny(tmp_path, "qwen3_moe", num_experts_per_tok=9)
+    with pytest.raises(ValueError, match="for qwen3_moe; qwen3 has no experts"):
+        write_tiny(tmp_path, num_experts=4)

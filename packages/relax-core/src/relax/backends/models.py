@@ -148,6 +148,12 @@ def _qwen3() -> Any:
     return Qwen3ForCausalLM
 
 
+def _qwen3_moe() -> Any:
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeForCausalLM
+
+    return Qwen3MoeForCausalLM
+
+
 def _qwen3_vl() -> Any:
     from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLForConditionalGeneration
 
@@ -156,4 +162,4 @@ def _qwen3_vl() -> Any:
 
 # The families this project tests, imported directly: the auto classes answer for the others, at the cost of a
 # wider import.
-_CLASSES: dict[str, Callable[[], Any]] = {"qwen3": _qwen3, "qwen3_vl": _qwen3_vl}
+_CLASSES: dict[str, Callable[[], Any]] = {"qwen3": _qwen3, "qwen3_moe": _qwen3_moe, "qwen3_vl": _qwen3_vl}

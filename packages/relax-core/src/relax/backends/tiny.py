@@ -8,11 +8,11 @@ printable ASCII and newline, and reads any other character as "?".
 import json
 import string
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
-Kind = Literal["qwen3", "qwen3_vl"]
+Kind = Literal["qwen3", "qwen3_moe", "qwen3_vl"]
 
 PAD = "<|endoftext|>"
 EOS = "<|im_end|>"
@@ -58,12 +58,16 @@ def write_tiny(
     num_attention_heads: int = 4,
     num_key_value_heads: int = 2,
     head_dim: int = 16,
+    num_experts: int | None = None,
+    num_experts_per_tok: int | None = None,
+    moe_intermediate_size: int | None = None,
 ) -> Path:
-    """Write the folder of a tiny Qwen3 or Qwen3-VL; existing files of the same names are replaced.
+    """Write the folder of a tiny Qwen3, Qwen3-MoE or Qwen3-VL; existing files of the same names are replaced.
 
     Args:
         folder: made if missing.
-        kind: "qwen3" (text) or "qwen3_vl" (text and images; adds a vision tower of about 50k parameters).
+        kind: "qwen3" (text), "qwen3_moe" (text; experts in every layer, about 190k parameters) or "qwen3_vl"
+            (text and images; adds a vision tower of about 50k parameters).
         max_position_embeddings: the context, in tokens.
         hidden_size, intermediate_size, num_hidden_layers, num_attention_heads, num_key_value_heads, head_dim:
             of the language model. For qwen3_vl head_dim is a multiple of 16, which mRoPE's three sections
@@ -75,8 +79,8 @@ def write_tiny(
     Raises:
         ValueError: an unknown kind, or dimensions that do not fit each other.
     """
-    if kind not in ("qwen3", "qwen3_vl"):
-        raise ValueError(f"kind {kind!r} is no tiny model; use 'qwen3' or 'qwen3_vl'")
+    if kind not in get_args(Kind):
+        raise ValueError(f"kind {kind!r} is no tiny model; use one of {', '.join(get_args(Kind))}")
     if num_attention_heads % num_key_value_heads:
         raise ValueError(
             f"num_attention_heads {num_attention_heads} is no multiple of "
@@ -84,6 +88,7 @@ def write_tiny(
         )
     if head_dim % (16 if kind == "qwen3_vl" else 2):
         raise ValueError(f"head_dim {head_dim} is no multiple of {16 if kind == 'qwen3_vl' else 2}")
+    mixture = _mixture(kind, num_experts, num_experts_per_tok, moe_intermediate_size)
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = character_tokenizer()
@@ -104,7 +109,7 @@ def write_tiny(
         "pad_token_id": tokenizer.token_to_id(PAD),
         "eos_token_id": tokenizer.token_to_id(EOS),
     }
-    config = _text_config(text) if kind == "qwen3" else _vision_config(text, tokenizer)
+    config = _vision_config(text, tokenizer) if kind == "qwen3_vl" else {**_text_config(text), **mixture}
     tokenizer.save(str(folder / "tokenizer.json"))
     _write(folder / "config.json", config)
     _write(
@@ -155,6 +160,29 @@ def character_tokenizer() -> Tokenizer:
     tokenizer.decoder = decoders.Fuse()
     tokenizer.add_special_tokens(list(SPECIALS))
     return tokenizer
+
+
+def _mixture(kind: Kind, experts: int | None, top_k: int | None, inner: int | None) -> dict[str, Any]:
+    """What makes a Qwen3's config.json that of a Qwen3-MoE; nothing for the other kinds."""
+    if kind != "qwen3_moe":
+        if any(given is not None for given in (experts, top_k, inner)):
+            raise ValueError(f"num_experts and what belongs to it are for qwen3_moe; {kind} has no experts")
+        return {}
+    experts, top_k, inner = experts or 8, top_k or 2, inner or 48
+    if not 1 <= top_k <= experts:
+        raise ValueError(f"num_experts_per_tok is {top_k}; {experts} experts take 1 to {experts}")
+    return {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "moe_intermediate_size": inner,
+        "norm_topk_prob": True,
+        "num_experts": experts,
+        "num_experts_per_tok": top_k,
+        "output_router_logits": False,
+        "router_aux_loss_coef": 0.001,
+    }
 
 
 def _text_config(text: dict[str, Any]) -> dict[str, Any]:

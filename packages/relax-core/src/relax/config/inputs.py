@@ -11,7 +11,9 @@ class ModelSettings(Settings):
     """The policy. `model=PATH_OR_HUB_ID` is short for `model.path=...`."""
 
     path: str = "tiny"
-    """`tiny` or `tiny_vl` (made on the spot, random weights), a local Hugging Face folder, or a hub id."""
+    """`tiny`, `tiny_moe` or `tiny_vl` (made on the spot, random weights), a local Hugging Face folder, or a
+    hub id.
+    """
     revision: str | None = None
     """Hub revision; only for a hub id."""
     dtype: Literal["float32", "bfloat16"] = "float32"

@@ -6,7 +6,7 @@ from pathlib import Path
 from relax.backends.tiny import write_tiny
 from relax.config import ConfigError, RunConfig
 
-TINY = {"tiny": "qwen3", "tiny_vl": "qwen3_vl"}
+TINY = {"tiny": "qwen3", "tiny_moe": "qwen3_moe", "tiny_vl": "qwen3_vl"}
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 SUPPORTED_WEIGHTS = ("*.safetensors",)
 
@@ -30,7 +30,7 @@ def model_folder(config: RunConfig, made_at: Path) -> Path:
                 raise ConfigError(f"model.tiny = {config.model.tiny}: {error}") from error
         return made_at
     if config.model.tiny:
-        raise ConfigError(f"model.tiny is for model.path = tiny or tiny_vl, not {path!r}")
+        raise ConfigError(f"model.tiny is for model.path = {', '.join(TINY)}, not {path!r}")
     folder = Path(path)
     if not folder.is_dir():
         if folder.is_absolute() or path.startswith(".") or folder.exists():
