@@ -32,7 +32,8 @@ class Arena:
             raise
         self._bytes = np.frombuffer(self.memory, np.uint8)
         self._layout: list[tuple[object, ...]] = []
-        self._views: list[torch.Tensor | np.ndarray] = []
+        self._tensors: list[torch.Tensor] = []
+        self._arrays: list[np.ndarray] = []
 
     def fits(self, nbytes: int) -> bool:
         """Whether it is large enough for `nbytes`, and not far too large."""
@@ -48,12 +49,14 @@ class Arena:
         if layout != self._layout:
             self._lay_out(flat)
             self._layout = layout
-        with torch.no_grad():
-            for leaf, view in zip(flat.leaves, self._views, strict=True):
-                if isinstance(view, torch.Tensor):
-                    view.copy_(leaf.source)  # pyright: ignore[reportArgumentType]
-                else:
-                    view[:] = leaf.source
+        sources = [leaf.source for leaf in flat.leaves]
+        tensors = [source for source in sources if isinstance(source, torch.Tensor)]
+        if tensors:
+            with torch.no_grad():  # one call: per tensor, the way to the copy costs more than a small copy
+                torch._foreach_copy_(self._tensors, tensors)
+        arrays = [source for source in sources if not isinstance(source, torch.Tensor)]
+        for view, array in zip(self._arrays, arrays, strict=True):
+            view[:] = array
 
     def _lay_out(self, flat: Flat) -> None:
         """Make views for the leaves of trees like this, and clear what lies between them.
@@ -61,7 +64,7 @@ class Arena:
         It is hashed, too: equal trees must have equal chunks.
         """
         self._layout = []
-        self._views = []
+        self._tensors, self._arrays = [], []
         before = 0
         for leaf in flat.leaves:
             self._bytes[before : leaf.start] = 0
@@ -69,9 +72,9 @@ class Arena:
             source = leaf.source
             if isinstance(source, torch.Tensor):
                 view = torch.from_numpy(self._bytes[leaf.start : before]).view(source.dtype)
-                self._views.append(view.view(source.shape))
+                self._tensors.append(view.view(source.shape))
             else:
-                self._views.append(self._bytes[leaf.start : before])
+                self._arrays.append(self._bytes[leaf.start : before])
         self._bytes[before : flat.nbytes] = 0
 
     def close(self) -> None:
@@ -80,4 +83,4 @@ class Arena:
             os.close(self.descriptor)
             self.descriptor = -1
             # The mapping goes with the last view of it.
-            del self._views, self._bytes, self.memory
+            del self._tensors, self._arrays, self._bytes, self.memory

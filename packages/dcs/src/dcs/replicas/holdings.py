@@ -240,7 +240,7 @@ class Holdings:
             if kept is None:
                 return True
             self._newest(run, attempt, str(kept.shard))
-            self._doom(run, attempt, kept)
+            self._doom(attempt, kept)
             return (which.step, which.rank) not in attempt.kept
 
     def retain(self, name: str, session: str, floor: Floor | None) -> None:
@@ -260,7 +260,7 @@ class Holdings:
                         floor.anchor.step,
                     )
                     if (attempt.number, shard.step) < oldest and not anchored:
-                        self._doom(run, attempt, kept)
+                        self._doom(attempt, kept)
                 for arriving in list(attempt.arriving.values()):
                     if (attempt.number, arriving.shard.step) < oldest:
                         self._give_up(attempt, arriving)
@@ -274,7 +274,7 @@ class Holdings:
                 return
             for attempt in run.attempts.values():
                 for kept in list(attempt.kept.values()):
-                    self._doom(run, attempt, kept)
+                    self._doom(attempt, kept)
                 for arriving in list(attempt.arriving.values()):
                     self._give_up(attempt, arriving)
             self._change(run)
@@ -300,7 +300,7 @@ class Holdings:
             with self._changed:
                 kept.readers -= 1
                 if kept.doomed:
-                    self._doom(run, attempt, kept)
+                    self._doom(attempt, kept)
 
     def older(self, shard: Shard) -> Shard | None:
         """The newest shard of the same rank and size that is held: most of a shard may equal it."""
@@ -367,10 +367,9 @@ class Holdings:
             )
         return attempt, there
 
-    def _doom(self, run: _Run, attempt: _Attempt, kept: Kept) -> None:
-        if not kept.doomed:
-            kept.doomed = True
-            self._change(run)
+    def _doom(self, attempt: _Attempt, kept: Kept) -> None:
+        # No news for those who watch: they have told what may go, and hear it with the next shard that is held.
+        kept.doomed = True
         if not kept.readers and attempt.kept.pop((kept.shard.step, kept.shard.rank), None) is not None:
             self.memory.give_back(kept.region)
 

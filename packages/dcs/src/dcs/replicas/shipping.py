@@ -1,7 +1,8 @@
 """What happens to a frozen step in the background: its copies are made, and its memory is used again.
 
 One thread makes each of a rank's copies, in the order of the steps; another takes arenas back from the
-keepers. All state is guarded by one condition, which whoever waits for any of it waits on.
+keepers. All state is guarded by one lock. Each kind of waiter has a condition of its own over it: a thread
+that is woken for nothing takes the interpreter from the thread that trains.
 """
 
 import threading
@@ -42,7 +43,10 @@ class Shipping:
     """
 
     def __init__(self, copies: int, arenas: int, view: View, local: Callable[[], Link | None]) -> None:
-        self.changed = threading.Condition()
+        lock = threading.RLock()
+        self.changed = threading.Condition(lock)  # for callers: a step that settles, memory that is free
+        self._queued = [threading.Condition(lock) for _ in range(copies)]
+        self._reclaimable = threading.Condition(lock)
         self.evicted: DcsError | None = None
         self.closed = False
         self.degraded = 0  # steps with fewer copies than asked for
@@ -72,7 +76,8 @@ class Shipping:
         """Stop; the links have to be closed by now, so that no thread is waiting on one."""
         with self.changed:
             self.closed = True
-            self.changed.notify_all()
+            for condition in (self.changed, self._reclaimable, *self._queued):
+                condition.notify_all()
         for thread in self._threads:
             if thread.ident is not None:
                 thread.join()
@@ -112,6 +117,7 @@ class Shipping:
                         f"no memory for a step of {nbytes} bytes after {seconds + RECLAIM_SECONDS} s: keepers"
                         f" hold on to {self._count} older ones"
                     )
+                self._wake()
                 self.changed.wait((last if late else deadline) - now)
         try:
             return Arena(nbytes)
@@ -126,7 +132,7 @@ class Shipping:
                 self._count -= 1
             else:
                 self._free.append(arena)
-            self.changed.notify_all()
+            self._wake()
 
     def check(self) -> None:
         """Raise `Closed` or `Evicted` if so; with the lock held."""
@@ -167,7 +173,7 @@ class Shipping:
                     self._close_one(journey)
             for link in journey.busy:
                 link.cut()
-            self.changed.notify_all()
+            self._wake()
             if not journey.settled or self._may_go(journey, floor):
                 return  # else it is the newest complete one, and its memory stays
 
@@ -177,7 +183,13 @@ class Shipping:
         if journey.settled:
             journey.settled_at = time.monotonic()
             self.degraded += len(journey.held) < journey.copies
+        self._wake()
+
+    def _wake(self) -> None:
+        """Callers look again, and the thread that takes arenas back, if there is one to take."""
         self.changed.notify_all()
+        if self._due() is not None:
+            self._reclaimable.notify()
 
     # -- copies --
 
@@ -188,9 +200,10 @@ class Shipping:
             journey.open = len(self._queues)
             self._journeys.append(journey)
             self._incomplete.append(journey)
-            for queue in self._queues:
+            for queue, queued in zip(self._queues, self._queued, strict=True):
                 queue.append(journey)
-            self.changed.notify_all()
+                queued.notify()
+            self._wake()
 
     def look(self, complete: Callable[[Journey], bool]) -> None:
         """The keepers hold something else: note which steps are complete. With the lock held."""
@@ -199,14 +212,14 @@ class Shipping:
             if journey.complete and not journey.given_up and not journey.failed:
                 self._hurry = False
         self._incomplete = [j for j in self._incomplete if not j.complete and j.fault() is None]
-        self.changed.notify_all()
+        self._wake()
 
     def _copy(self, index: int) -> None:
-        queue = self._queues[index]
+        queue, queued = self._queues[index], self._queued[index]
         while True:
-            with self.changed:
+            with queued:
                 while not queue and not self.closed:
-                    self.changed.wait()
+                    queued.wait()
                 if self.closed:
                     return
                 journey = queue.popleft()
@@ -277,28 +290,31 @@ class Shipping:
             return False
         return (place.attempt, place.step) < (floor.oldest.attempt, floor.oldest.step)
 
+    def _due(self) -> Journey | int | None:
+        """A step whose memory can be taken back, or how many bytes a new arena is to have, if either."""
+        floor = self._view.floor() if self._journeys else None
+        journey = next((j for j in self._journeys if self._may_go(j, floor)), None)
+        if journey is not None:
+            return journey
+        return self._wanted if self._wanted and not self._free and self._count < self._limit else None
+
     def _reclaim(self) -> None:
         while True:
-            with self.changed:
-                while True:
-                    if self.closed:
-                        return
-                    floor = self._view.floor()
-                    journey = next((j for j in self._journeys if self._may_go(j, floor)), None)
-                    ahead = self._wanted if not self._free and self._count < self._limit else 0
-                    if journey is not None or ahead:
-                        break
-                    self.changed.wait()
-                if journey is not None:
-                    self._journeys.remove(journey)
-                    journey.released = True
+            with self._reclaimable:
+                while (due := self._due()) is None and not self.closed:
+                    self._reclaimable.wait()
+                if self.closed or due is None:
+                    return
+                if isinstance(due, Journey):
+                    self._journeys.remove(due)
+                    due.released = True
                     self._releasing += 1
                 else:
                     self._count += 1
-            if journey is None:
-                self._make_ahead(ahead)
+            if isinstance(due, Journey):
+                self._release(due)
             else:
-                self._release(journey)
+                self._make_ahead(due)
 
     def _release(self, journey: Journey) -> None:
         free = True
@@ -316,7 +332,7 @@ class Shipping:
                 # Never written again, as somebody may read it; a new one takes its place.
                 journey.arena.close()
                 self._count -= 1
-            self.changed.notify_all()
+            self._wake()
 
     def _make_ahead(self, nbytes: int) -> None:
         """Make an arena before it is asked for: the kernel clears its pages, which takes longer than to fill

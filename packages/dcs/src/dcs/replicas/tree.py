@@ -92,7 +92,9 @@ class _Flattener:
     def __init__(self) -> None:
         self._leaves: list[Leaf] = []
         self._nbytes = 0
-        self._seen: dict[tuple[Any, ...], int] = {}
+        self._seen: dict[
+            int, list[tuple[torch.Tensor, int]]
+        ] = {}  # by address: who begins there, and its place
         self._devices: dict[torch.device, str] = {}
 
     def run(self, tree: Tree) -> Flat:
@@ -114,14 +116,20 @@ class _Flattener:
 
     def _value(self, value: Any, path: _Path, depth: int) -> Any:
         kind = type(value)
-        if value is None or kind in (bool, float, str, bytes):
+        if kind in _TENSORS:
+            return self._tensor(value, path)
+        if kind in _AS_THEY_ARE:
             return value
         if kind is int:
             if -(1 << 63) <= value < 1 << 64:
                 return value
             return [_INTEGER, value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)]
         if isinstance(value, torch.Tensor):
-            return self._tensor(value, path)
+            raise UnsupportedLeaf(
+                f"{_name(path)} is a {kind.__module__}.{kind.__qualname__}; give its plain local tensor "
+                f"(for a"
+                " DTensor: `.to_local()`)"
+            )
         encode = _CONTAINERS.get(kind)
         if encode is not None:
             if depth > MAX_DEPTH:
@@ -149,13 +157,13 @@ class _Flattener:
     def _items(self, value: Any, path: _Path, depth: int) -> list[Any]:
         flat: list[Any] = []
         for key, item in value.items():
-            if not _is_plain_key(key):
+            if type(key) is not str and not _is_plain_key(key):
                 raise UnsupportedLeaf(
                     f"a key of {_name(path)} is {key!r}, a {type(key).__qualname__}; keys are str, int, "
                     f"float, bool,"
                     " bytes, None, and tuples of them"
                 )
-            flat.append(self._value(key, path, depth))
+            flat.append(key if type(key) is str else self._value(key, path, depth))
             flat.append(self._value(item, (path, key, False), depth))
         return flat
 
@@ -173,42 +181,37 @@ class _Flattener:
         return [_ORDERED, metadata, *self._items(value, path, depth)]
 
     def _tensor(self, value: torch.Tensor, path: _Path) -> list[Any]:
-        kind = type(value)
-        if kind not in _TENSORS:
+        # Runs for every tensor of every save, while training waits: each look at a tensor is some 50 ns.
+        device = "cpu" if value.is_cpu else self._device(value.device)
+        dtype, shape = value.dtype, value.shape
+        if value.layout is not torch.strided or value.is_quantized or device == "meta":
             raise UnsupportedLeaf(
-                f"{_name(path)} is a {kind.__module__}.{kind.__qualname__}; give its plain local tensor "
-                f"(for a"
-                " DTensor: `.to_local()`)"
-            )
-        device = self._devices.get(value.device)
-        if device is None:
-            device = self._devices[value.device] = str(value.device)
-        if value.layout is not torch.strided or value.is_quantized or value.is_meta:
-            raise UnsupportedLeaf(
-                f"{_name(path)} is a {value.layout} tensor of {value.dtype} on {device}; only dense ones with"
+                f"{_name(path)} is a {value.layout} tensor of {dtype} on {device}; only dense ones with"
                 " memory of their own are kept"
             )
-        dtype, shape = value.dtype, value.shape
-        flags = _REQUIRES_GRAD * value.requires_grad | _PARAMETER * (kind is torch.nn.Parameter)
-        nbytes = value.numel() * dtype.itemsize
+        flags = _PARAMETER if type(value) is torch.nn.Parameter else 0
+        if value.requires_grad:
+            flags |= _REQUIRES_GRAD
+        nbytes = value.nbytes
         start = self._nbytes
         if nbytes:
-            place = (
-                value.data_ptr(),
-                dtype,
-                shape,
-                value.stride(),
-                device,
-                flags,
-                value.is_conj(),
-                value.is_neg(),
-            )
-            known = self._seen.get(place)
-            if known is None:
-                start = self._seen[place] = self._place(value, nbytes)
+            address = value.data_ptr()
+            here = self._seen.get(address)
+            if here is None:
+                self._seen[address] = [(value, self._place(value, nbytes))]
             else:
-                start = known
+                known = next((place for other, place in here if _same(value, other)), None)
+                if known is None:
+                    here.append((value, self._place(value, nbytes)))
+                else:
+                    start = known
         return [_TENSOR, start, _dtype_name(dtype), shape, device, flags]
+
+    def _device(self, device: torch.device) -> str:
+        name = self._devices.get(device)
+        if name is None:
+            name = self._devices[device] = str(device)
+        return name
 
     def _array(self, value: Any, path: _Path) -> list[Any]:
         array = np.asarray(value)
@@ -223,7 +226,22 @@ class _Flattener:
         return [tag, start, array.dtype.str, array.shape]
 
 
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors that begin at one address are one: what comes back may stand for both."""
+    return (
+        one.dtype is other.dtype
+        and one.shape == other.shape
+        and one.stride() == other.stride()
+        and one.device == other.device
+        and one.requires_grad == other.requires_grad
+        and (type(one) is torch.nn.Parameter) == (type(other) is torch.nn.Parameter)
+        and one.is_conj() == other.is_conj()
+        and one.is_neg() == other.is_neg()
+    )
+
+
 _TENSORS = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
+_AS_THEY_ARE = frozenset({type(None), bool, float, str, bytes})
 _CONTAINERS: dict[type, Callable[[_Flattener, Any, _Path, int], list[Any]]] = {
     list: _Flattener._list,
     tuple: _Flattener._tuple,
