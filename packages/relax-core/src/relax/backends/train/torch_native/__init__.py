@@ -1,0 +1,5 @@
+"""The `torch_native` backend: Hugging Face models trained by plain PyTorch, in one process or in many (FSDP2)."""
+
+from relax.backends.train.torch_native.trainer import TorchNative
+
+__all__ = ["TorchNative"]
