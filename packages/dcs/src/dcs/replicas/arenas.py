@@ -53,7 +53,7 @@ class Arena:
         tensors = [source for source in sources if isinstance(source, torch.Tensor)]
         if tensors:
             with torch.no_grad():  # one call: per tensor, the way to the copy costs more than a small copy
-                torch._foreach_copy_(self._tensors, tensors)
+                torch._foreach_copy_(self._tensors, tensors)  # pyright: ignore[reportPrivateImportUsage]
         arrays = [source for source in sources if not isinstance(source, torch.Tensor)]
         for view, array in zip(self._arrays, arrays, strict=True):
             view[:] = array

@@ -368,7 +368,7 @@ class Holdings:
         return attempt, there
 
     def _doom(self, attempt: _Attempt, kept: Kept) -> None:
-        # No news for those who watch: they have told what may go, and hear it with the next shard that is held.
+        # No news for those who watch: they said what may go, and see it with the next shard that comes.
         kept.doomed = True
         if not kept.readers and attempt.kept.pop((kept.shard.step, kept.shard.rank), None) is not None:
             self.memory.give_back(kept.region)
