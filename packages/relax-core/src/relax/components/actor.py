@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -114,6 +114,10 @@ class Actor:
     def stop(self) -> None:
         """Give up the step at hand, write a checkpoint, end the stream. Call from the event loop."""
         self._stop.set()
+
+    def engines_away(self, names: Collection[str]) -> None:
+        """These engines are lost now: no version is held up by them."""
+        self._publisher.away = frozenset(names)
 
     async def run(self) -> None:
         """Train to the last step; closes the partition, which ends the other roles."""

@@ -12,23 +12,24 @@ from omni_processor import OmniProcessor
 from relax.components.context import RunContext
 from relax.config.base import ConfigError
 from relax.config.run import RunConfig
+from relax.distributed.schedule import placements
 from relax.distributed.version_clock import VersionClock
 from relax.engine.batching import Coalescing, Lockstep
-from relax.engine.pool import EnginePool, PooledEngine
+from relax.engine.pool import EnginePool, ReplicaEngine
 from relax.engine.prompts import PromptSource, read_rows
 from relax.engine.rewards import registry as rewards
 from relax.engine.rewards.base import Reward, RewardInput
+from relax.engine.router import Placement, RecordedPlacement, Router, StaticPlacement
 from relax.ops.reports import Reports
 
 
-def rollout(context: RunContext, engines: Mapping[str, PooledEngine], reports: Reports) -> Any:
+def rollout(context: RunContext, engines: Mapping[str, ReplicaEngine], reports: Reports) -> Any:
     """The Rollout role over engines that already run."""
     from relax.components.rollout import Rollout
 
     config = context.config
     clock = VersionClock(config.max_staleness, actor=context.first_step)
-    lockstep = config.mode == "colocate" and context.replay is None
-    pool = EnginePool(engines, Lockstep if lockstep else Coalescing, clock, config.weights.timeout_seconds)
+    pool = engine_pool(context, engines, clock)
     return Rollout(
         context,
         OmniProcessor.from_pretrained(context.model),
@@ -38,6 +39,26 @@ def rollout(context: RunContext, engines: Mapping[str, PooledEngine], reports: R
         Environments(config),
         context_length(context),
         reports,
+    )
+
+
+def engine_pool(context: RunContext, engines: Mapping[str, ReplicaEngine], clock: VersionClock) -> EnginePool:
+    """The pool of a mode: `async` routes by load and prefix, `colocate` by ordinal, a replay as recorded."""
+    config = context.config
+    placement: Placement = Router(affinity=config.rollout.router == "affinity")
+    if context.replay is not None:
+        placement = RecordedPlacement(*placements(context.replay / "rollout.jsonl"))
+    elif config.mode == "colocate":
+        placement = StaticPlacement()
+    lockstep = config.mode == "colocate" and context.replay is None
+    return EnginePool(
+        engines,
+        Lockstep if lockstep else Coalescing,
+        clock,
+        config.weights.timeout_seconds,
+        placement=placement,
+        stall_seconds=config.rollout.stall_seconds if context.replay is None else None,
+        failover=context.replay is None,
     )
 
 

@@ -1,12 +1,16 @@
 """One role in one process: builds it, runs it, stops it. Knows nothing of who supervises it."""
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from typing import Any
 
+from agentic import GenerationRequest
+
+from relax.backends.inference.base import FinishedGeneration, Health
+from relax.backends.inference.errors import EngineLost
 from relax.components import assembly
 from relax.components.context import RunContext
-from relax.engine.pool import PooledEngine
+from relax.engine.pool import PooledEngine, ReplicaEngine
 from relax.ops.allocator import keep_freed_memory
 from relax.ops.reports import Report, Reports
 
@@ -15,7 +19,7 @@ class RoleHost:
     """A role's life. `run` ends when its work is done or was stopped, and raises what it failed with."""
 
     def __init__(
-        self, role: str, context: RunContext, engines: Mapping[str, PooledEngine] | None = None
+        self, role: str, context: RunContext, engines: Mapping[str, ReplicaEngine] | None = None
     ) -> None:
         self.role = role
         self._context = context
@@ -24,6 +28,8 @@ class RoleHost:
         self._loop: Any = None
         self._task: asyncio.Future[None] | None = None
         self._stopping = False
+        self._fault: EngineLost | None = None
+        self._closing: asyncio.Task[None] | None = None
         self._built = asyncio.Event()
 
     async def build(self) -> None:
@@ -59,22 +65,60 @@ class RoleHost:
         self._task = running
         if self._stopping:
             self._stop()
+        elif self._fault is not None:
+            running.cancel()
         try:
             await running
         except asyncio.CancelledError:
+            if self._fault is not None:
+                raise self._fault from None
             if not self._stopping:
                 raise
         finally:
             close = getattr(self._loop, "close", None)
             if close is not None:
-                await close()
+                self._closing = asyncio.create_task(close())
+                if self._fault is None:  # what is stuck may take long to end: nobody waits for that
+                    await self._closing
 
-    async def engine(self) -> PooledEngine:
+    async def engine(self) -> "HostedEngine":
         """The engine of an engine host, once it is built."""
         await self._built.wait()
         if self._loop is None:
             raise RuntimeError(f"{self.role} could not be built")
-        return self._loop.engine
+        return HostedEngine(self, self._loop.engine)
+
+    def fail(self, fault: EngineLost) -> None:
+        """End the role with that fault, and do not wait for what it holds: `closed` does. Idempotent."""
+        if self._fault is None and not self._stopping:
+            self._fault = fault
+            if self._task is not None:
+                self._task.cancel()
+
+    async def closed(self) -> None:
+        """Wait until all that a failed role held is let go of; raises what that failed with."""
+        if self._closing is not None:
+            await self._closing
+
+    # What supervisors tell the roles that deal with engines
+
+    async def engine_lost(self, name: str, reason: str, restarting: bool) -> None:
+        """To rollout: an engine is gone, and whether another one is being started."""
+        await self._built.wait()
+        if self._loop is not None:
+            self._loop.engine_lost(name, reason, restarting)
+
+    async def engine_back(self, name: str, engine: ReplicaEngine) -> None:
+        """To rollout: another engine has taken the place of a lost one."""
+        await self._built.wait()
+        if self._loop is not None:
+            self._loop.engine_back(name, engine)
+
+    async def engines_away(self, names: Collection[str]) -> None:
+        """To the actor: these engines are lost now, and not to be waited for."""
+        await self._built.wait()
+        if self._loop is not None:
+            self._loop.engines_away(names)
 
     def stop(self) -> None:
         """End early: a role that can finish tidily does, any other is cancelled. Idempotent."""
@@ -92,3 +136,26 @@ class RoleHost:
 
     def drain(self) -> list[Report]:
         return self._reports.drain()
+
+
+class HostedEngine:
+    """A host's engine as the pool sees it: one that the pool gives up ends its host."""
+
+    def __init__(self, host: RoleHost, engine: PooledEngine) -> None:
+        self._host = host
+        self._engine = engine
+
+    def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[FinishedGeneration]:
+        return self._engine.generate(requests)
+
+    async def abort(self, request_id: str) -> None:
+        await self._engine.abort(request_id)
+
+    async def wait_version(self, version: int, timeout: float) -> int:
+        return await self._engine.wait_version(version, timeout)
+
+    async def health(self) -> Health:
+        return await self._engine.health()
+
+    async def discard(self, reason: str) -> None:
+        self._host.fail(EngineLost(self._host.role, reason))

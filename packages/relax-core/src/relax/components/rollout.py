@@ -1,8 +1,9 @@
 """The Rollout role: prompts become groups of episodes on the engine pool, and finished groups go to the bus.
 
 Two schedules share everything but the order of starting. `flow`: a group starts as soon as the version rule
-lets it, on the least loaded replica. `lockstep`: all groups of a step start together, each on the replica its
-ordinal names, and their turns go to the engine in canonical order, so that a run repeats bit for bit.
+lets it, and its requests go where the pool's router says. `lockstep`: all groups of a step start together,
+each on the replica its ordinal names, and their turns go to the engine in canonical order, so that a run
+repeats bit for bit. In both, what is asked of an engine that is lost is asked of another one.
 """
 
 import asyncio
@@ -21,9 +22,11 @@ from relax.distributed.bus import Bus, Sample
 from relax.distributed.schedule import Record, read
 from relax.distributed.version_clock import VersionClock
 from relax.engine.pacing import Pacer, Slot
-from relax.engine.policy import ReplicaPolicy
-from relax.engine.pool import EnginePool, Replica
+from relax.engine.policy import Opening, SeatPolicy
+from relax.engine.pool import EnginePool, Replica, ReplicaEngine
 from relax.engine.prompts import BadRow, Prompt, PromptSource
+from relax.engine.router import RecordedPlacement, StaticPlacement
+from relax.engine.seats import Party, Seat
 from relax.engine.tasks import task_of
 from relax.ops.reports import Reports
 
@@ -38,11 +41,15 @@ class EmptyEpisode(RuntimeError):
 
 @dataclass(frozen=True)
 class Start:
-    """One group on its way: which prompt, for which slot, on which replica."""
+    """One group on its way: which prompt, for which slot, and on which replica where that is fixed."""
 
     prompt: Prompt
     slot: Slot
-    replica: Replica
+    replica: Replica | None = None
+
+    @property
+    def name(self) -> str:
+        return f"{self.prompt.ordinal:08d}"
 
 
 class Rollout:
@@ -90,6 +97,20 @@ class Rollout:
         self._delivered = asyncio.Event()
         self._bus: Bus | None = None
         self._running: set[asyncio.Task[None]] = set()
+        self._homes: dict[str, str] = {}  # group -> the replica it was placed on first
+        pool.events = self._engine_event
+
+    def _engine_event(self, event: str, **data: Any) -> None:
+        self._record.write(event=event, engine=data["engine"])
+        self._reports.add("event", event=event, **data)
+
+    def engine_lost(self, name: str, reason: str, restarting: bool) -> None:
+        """An engine's supervisor says that it is gone, and whether another one is being started."""
+        self._pool.engine_lost(name, reason, restarting=restarting)
+
+    def engine_back(self, name: str, engine: ReplicaEngine) -> None:
+        """Another engine has taken the place of a lost one."""
+        self._pool.engine_back(name, engine)
 
     async def run(self) -> None:
         """Until every step has its groups on the bus."""
@@ -141,7 +162,8 @@ class Rollout:
     def _launch_startable(self) -> None:
         """Start every group that may start now, so that their first turns reach the engines together."""
         while (slot := self._pacer.peek()) is not None and slot.step in self._tickets:
-            self._launch(self._take(), self._pool.least_loaded(slot.step))
+            prompt = self._take()
+            self._begin(Start(prompt, self._pacer.start(prompt.ordinal)))
 
     def _take(self) -> Prompt:
         """The next prompt for the slot at hand; rows that make none are dropped, each with its reason.
@@ -185,55 +207,62 @@ class Rollout:
             waiting.cancel()
 
     async def _lockstep(self) -> None:
+        placement = self._pool.placement
+        assert isinstance(placement, StaticPlacement)
         while (slot := self._pacer.peek()) is not None:
             await self._pool.wait_all_at(self._clock.earliest(slot.step))
             await self._admit(slot.step)
             starts = []
             while (next_slot := self._pacer.peek()) is not None and next_slot.step == slot.step:
                 prompt = self._take()
-                starts.append((prompt, self._pool.by_ordinal(prompt.ordinal)))
-                self._pacer.start(prompt.ordinal)
-            for _, replica in starts:
+                replica = self._pool.replicas[placement.by_ordinal(prompt.ordinal)]
                 replica.front.enter(self._members)
-            for prompt, replica in starts:
-                self._begin(Start(prompt, self._pacer.running[prompt.ordinal], replica))
+                starts.append(Start(prompt, self._pacer.start(prompt.ordinal), replica))
+            for start in starts:
+                self._begin(start)
             while self._running:
                 await self._any_finished()
 
     async def _replay(self) -> None:
+        placement = self._pool.placement
+        assert isinstance(placement, RecordedPlacement)
         assert self._context.replay is not None
         for entry in read(self._context.replay / "rollout.jsonl"):
             if entry["event"] != "start":
                 continue
-            replica = self._pool.replicas[entry["replica"]]
-            await self._pool.wait_may_start(entry["step"], replica.name)
+            ordinal, step = entry["ordinal"], entry["step"]
+            if (replica := placement.groups.get(f"{ordinal:08d}")) is not None:
+                await self._pool.wait_may_start(step, replica)
+            else:
+                await self._pool.wait_startable(step)
             self._reap()
-            await self._unless_one_fails(self._admit(entry["step"]))
-            self._pacer.start(entry["ordinal"])
-            slot = Slot(entry["step"], entry["index"])
+            await self._unless_one_fails(self._admit(step))
+            self._pacer.start(ordinal)
             try:
-                prompt = self._source.prompt(entry["ordinal"])
+                prompt = self._source.prompt(ordinal)
             except BadRow as error:  # its row was good when the run was recorded: the data changed
-                raise RolloutFailed(f"group {entry['ordinal']} failed in a replay: {error}") from error
-            self._begin(Start(prompt, slot, replica))
+                raise RolloutFailed(f"group {ordinal} failed in a replay: {error}") from error
+            self._begin(Start(prompt, Slot(step, entry["index"])))
         while self._running:
             await self._any_finished()
 
-    def _launch(self, prompt: Prompt, replica: Replica) -> None:
-        slot = self._pacer.start(prompt.ordinal)
-        replica.front.enter(self._members)
-        self._begin(Start(prompt, slot, replica))
-
     def _begin(self, start: Start) -> None:
-        start.replica.episodes += self._members
         self._record.write(
             event="start",
             ordinal=start.prompt.ordinal,
             step=start.slot.step,
             index=start.slot.index,
-            replica=start.replica.name,
         )
         self._running.add(asyncio.create_task(self._group(start)))
+
+    def _placed(self, request: str, replica: str) -> None:
+        """Record where a request goes, where that does not follow from what was recorded of its group."""
+        group = request.partition("-")[0]
+        if group not in self._homes:
+            self._homes[group] = replica
+            self._record.write(event="place", ordinal=int(group), replica=replica)
+        elif self._homes[group] != replica:
+            self._record.write(event="place", request=request, replica=replica)
 
     async def _any_finished(self) -> None:
         if self._running:
@@ -259,7 +288,8 @@ class Rollout:
             self._failed(start, error)
             return
         finally:
-            start.replica.episodes -= self._members
+            self._pool.placement.closed(start.name)
+            self._homes.pop(start.name, None)
         samples = [self._sample(start, member, episode) for member, episode in enumerate(episodes)]
         ages = [self._clock.admit(start.slot.step, sample.policy_versions) for sample in samples]
         await self._put(samples, start.slot.step)
@@ -293,10 +323,15 @@ class Rollout:
         return full
 
     async def _episodes(self, start: Start) -> list[Episode]:
-        policy = ReplicaPolicy(self._processor, start.replica)
-        task = task_of(start.prompt)
+        party = Party(start.name, start.prompt.ordinal, start.slot.step, self._members)
+        opening, task = Opening(self._processor), task_of(start.prompt)
         members = [
-            asyncio.create_task(self._episode(start, task, policy, member)) for member in range(self._members)
+            asyncio.create_task(
+                self._episode(
+                    start, task, opening, Seat(self._pool, party, start.replica, self._placed), member
+                )
+            )
+            for member in range(self._members)
         ]
         try:
             return list(await asyncio.gather(*members))
@@ -306,21 +341,23 @@ class Rollout:
             await asyncio.gather(*members, return_exceptions=True)
             raise
 
-    async def _episode(self, start: Start, task: Task, policy: ReplicaPolicy, member: int) -> Episode:
+    async def _episode(self, start: Start, task: Task, opening: Opening, seat: Seat, member: int) -> Episode:
         try:
             return await run_episode(
                 self._environments(),
                 task,
-                policy,
+                SeatPolicy(self._processor, opening, seat),
                 limits=self._limits,
                 sampling=self._sampling,
-                request_id=f"{start.prompt.ordinal:08d}-{member:03d}",
+                request_id=f"{start.name}-{member:03d}",
                 seed=derive_seed(self._context.config.seed, start.prompt.ordinal, member),
             )
         finally:
-            start.replica.front.leave()
+            seat.leave()
 
     def _failed(self, start: Start, error: EpisodeError | EmptyEpisode) -> None:
+        if self._pool.failure is not None:  # nothing is wrong with the group
+            raise self._pool.failure
         if self._context.replay is not None:
             raise RolloutFailed(f"group {start.prompt.ordinal} failed in a replay: {error}") from error
         self._pacer.failed(start.prompt.ordinal)
@@ -343,7 +380,7 @@ class Rollout:
         transcript = episode.transcript
         return Sample(
             prompt_key=start.prompt.key,
-            group=f"{start.prompt.ordinal:08d}",
+            group=start.name,
             ordinal=start.prompt.ordinal,
             member=member,
             tokens=transcript.tokens,
@@ -360,11 +397,11 @@ class Rollout:
 
     async def _report_totals(self) -> None:
         """What the engines say they have generated, whether or not it reached the bus."""
-        health = await self._pool.health()
         self._reports.add(
             "rollout",
-            generated_tokens=sum(engine.generated_tokens for engine in health.values()),
+            generated_tokens=await self._pool.generated_tokens(),
             waited=self._waited,
+            moved=self._pool.moved,
         )
 
     def _report(self, start: Start, samples: list[Sample], age: int) -> None:
@@ -376,6 +413,7 @@ class Rollout:
             running_groups=len(self._pacer.running),
             age=age,
             waited=self._waited,
+            moved=self._pool.moved,
         )
         if start.slot.index >= self._context.config.log.samples_per_step:
             return

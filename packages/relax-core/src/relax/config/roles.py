@@ -49,6 +49,19 @@ class RolloutSettings(Settings):
     top_k: int = Field(default=0, ge=0)
     ignore_eos: bool = False
     """Sample on to `max_new_tokens` whatever comes."""
+    router: Literal["affinity", "least_load"] = "affinity"
+    """Which replica a request goes to with mode = async. `affinity`: the one that holds its episode, or the
+    beginning of its prompt, in its prefix cache, unless that is overloaded; else, and always with
+    `least_load`, the one with the fewest tokens to do. colocate has a fixed order.
+    """
+    stall_seconds: float = Field(default=120.0, gt=0)
+    """An engine that has requests and neither decodes nor commits for so long, though it may answer, is lost:
+    its requests go to another one, and it is started again.
+    """
+    engine_restarts: int = Field(default=3, ge=0)
+    """How often in a row an engine that was lost is started again; one that then serves for ten minutes
+    begins anew. The run ends when no engine is left.
+    """
     max_running: int = Field(default=64, ge=1)
     """Requests one replica decodes at once."""
     inflight: Literal["retract"] = "retract"

@@ -1,6 +1,7 @@
 """Weights from the actor to the engines through dcs: publish after a step, follow beside the decode loop."""
 
 import asyncio
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -15,6 +16,9 @@ if TYPE_CHECKING:
 
 POLL_SECONDS = 30.0
 """One wait for a version; nothing arriving in it is no fault, the wait is renewed."""
+
+LOOK_SECONDS = 0.5
+"""Between two looks whether an engine that is waited for is lost; one that commits is noticed at once."""
 
 
 class Update(Protocol):
@@ -75,6 +79,10 @@ class WeightPublisher:
         )
         self._timeout = settings.timeout_seconds
         self._last: dcs.Ticket | None = None
+        self.away: frozenset[str] = frozenset()
+        """Engines that are known to be lost. The coordinator keeps a dead member for a lease; nobody here
+        waits for one. Set from any thread.
+        """
 
     def publish(self, version: int, tensors: "Mapping[str, Tensor]") -> dcs.Stats | None:
         """Freeze and announce. Waits first until the version before is in every live engine: engines skip
@@ -86,10 +94,21 @@ class WeightPublisher:
         return before
 
     def settle(self) -> dcs.Stats | None:
-        """Wait until the newest version has been committed by every live subscriber; returns how that went,
-        None before the first version.
+        """Wait until the newest version has been committed by every live subscriber that is not `away`;
+        returns how that went, None before the first version.
         """
-        return None if self._last is None else self._last.wait(self._timeout)
+        if self._last is None:
+            return None
+        deadline = time.monotonic() + self._timeout
+        while True:
+            try:
+                return self._last.wait(min(LOOK_SECONDS, max(0.0, deadline - time.monotonic())))
+            except dcs.Timeout:
+                stats = self._last.stats()
+                if stats.pending and self.away.issuperset(stats.pending):
+                    return stats
+                if time.monotonic() >= deadline:
+                    raise
 
     def close(self) -> None:
         self._publisher.close()

@@ -6,12 +6,22 @@ in canonical order, so that an engine sees the same calls in the same order in e
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Protocol
 
 from agentic import Generation, GenerationRequest
 
-from relax.backends.inference.base import InferenceEngine
+from relax.backends.inference.base import FinishedGeneration
+from relax.backends.inference.errors import EngineLost
+
+LAST_WORDS_SECONDS = 1.0
+"""For calls on a lost engine to end by themselves, with what they know of their answers."""
+
+
+class Generates(Protocol):
+    """The part of an engine that a front needs."""
+
+    def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[FinishedGeneration]: ...
 
 
 class Batching(Protocol):
@@ -24,7 +34,16 @@ class Batching(Protocol):
         ...
 
     def leave(self) -> None:
-        """An episode has ended and asks for nothing more."""
+        """An episode has ended, or gone elsewhere, and asks for nothing more here."""
+        ...
+
+    @property
+    def open(self) -> int:
+        """Requests that are not answered."""
+        ...
+
+    async def fail(self, lost: EngineLost) -> None:
+        """The engine is lost: all that is open here fails with that, and nothing arrives any more."""
         ...
 
     async def close(self) -> None: ...
@@ -33,10 +52,16 @@ class Batching(Protocol):
 class _Front:
     """What both share: open futures by request id, and the tasks that drain engine calls into them."""
 
-    def __init__(self, engine: InferenceEngine) -> None:
+    def __init__(self, engine: Generates) -> None:
         self._engine = engine
         self._open: dict[str, asyncio.Future[Generation]] = {}
         self._calls: set[asyncio.Task[None]] = set()
+        self._waiting: list[GenerationRequest] = []
+        self._lost: EngineLost | None = None
+
+    @property
+    def open(self) -> int:
+        return len(self._open)
 
     def _send(self, requests: Sequence[GenerationRequest]) -> None:
         call = asyncio.create_task(self._drain(requests))
@@ -63,24 +88,34 @@ class _Front:
             future.set_result(outcome)
 
     def _opened(self, request: GenerationRequest) -> "asyncio.Future[Generation]":
+        if self._lost is not None:
+            raise self._lost
         if request.id in self._open:
             raise ValueError(f"generation request {request.id!r} is already running on this replica")
         future = asyncio.get_running_loop().create_future()
         self._open[request.id] = future
         return future
 
+    async def fail(self, lost: EngineLost) -> None:
+        self._lost = lost
+        for request in self._waiting:
+            self._settle(request.id, lost)
+        self._waiting = []
+        if self._calls:
+            await asyncio.wait(list(self._calls), timeout=LAST_WORDS_SECONDS)
+        for request_id in list(self._open):
+            self._settle(request_id, lost)
+        await self.close()
+
     async def close(self) -> None:
-        for call in list(self._calls):
+        calls = list(self._calls)
+        for call in calls:
             call.cancel()
-        await asyncio.gather(*self._calls, return_exceptions=True)
+        await asyncio.gather(*calls, return_exceptions=True)
 
 
 class Coalescing(_Front):
     """Requests of one turn of the event loop go to the engine in one call."""
-
-    def __init__(self, engine: InferenceEngine) -> None:
-        super().__init__(engine)
-        self._waiting: list[GenerationRequest] = []
 
     async def generate(self, request: GenerationRequest) -> Generation:
         future = self._opened(request)
@@ -97,15 +132,15 @@ class Coalescing(_Front):
 
     def _flush(self) -> None:
         waiting, self._waiting = self._waiting, []
-        self._send(waiting)
+        if waiting:
+            self._send(waiting)
 
 
 class Lockstep(_Front):
     """All live episodes ask, then all are sent, ordered by id."""
 
-    def __init__(self, engine: InferenceEngine) -> None:
+    def __init__(self, engine: Generates) -> None:
         super().__init__(engine)
-        self._waiting: list[GenerationRequest] = []
         self._live = 0
 
     async def generate(self, request: GenerationRequest) -> Generation:

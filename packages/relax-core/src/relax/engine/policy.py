@@ -1,31 +1,41 @@
-"""agentic's Policy over the engine pool: the processor's encoding and one replica's generation."""
+"""agentic's Policy over the engine pool: the processor's encoding and a seat's generation."""
 
 from collections.abc import Sequence
 
 from agentic import Action, Encoded, Generation, GenerationRequest, Message, Observation
 from omni_processor import OmniProcessor
 
-from relax.engine.pool import Replica
+from relax.engine.seats import Seat
 
 
-class ReplicaPolicy:
-    """The policy of the episodes of one group: all of its turns go to the same replica."""
+class Opening:
+    """The opening of a group's episodes, encoded once: its members open alike."""
 
-    def __init__(self, processor: OmniProcessor, replica: Replica) -> None:
+    def __init__(self, processor: OmniProcessor) -> None:
         self._processor = processor
-        self._replica = replica
-        self._opening: tuple[list[Message], bool, Encoded] | None = None
+        self._known: tuple[list[Message], bool, Encoded] | None = None
 
     def encode(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> Encoded:
-        """The opening of an episode; the members of a group open alike, and are encoded once."""
-        if self._opening is not None:
-            known, prompted, encoded = self._opening
+        if self._known is not None:
+            known, prompted, encoded = self._known
             if prompted == add_generation_prompt and _same(known, messages):
                 return encoded
         sample = self._processor(messages, add_generation_prompt=add_generation_prompt)
         encoded = Encoded(sample.tokens, list(sample.media))
-        self._opening = (list(messages), add_generation_prompt, encoded)
+        self._known = (list(messages), add_generation_prompt, encoded)
         return encoded
+
+
+class SeatPolicy:
+    """The policy of one episode: encoding by the processor, generation from its seat in the pool."""
+
+    def __init__(self, processor: OmniProcessor, opening: Opening, seat: Seat) -> None:
+        self._processor = processor
+        self._opening = opening
+        self._seat = seat
+
+    def encode(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> Encoded:
+        return self._opening.encode(messages, add_generation_prompt=add_generation_prompt)
 
     def encode_observation(
         self, conversation: Sequence[Message], action: Action, observation: Observation
@@ -40,10 +50,10 @@ class ReplicaPolicy:
         return self._processor.decode(tokens, skip_special_tokens=True)
 
     async def generate(self, request: GenerationRequest) -> Generation:
-        return await self._replica.front.generate(request)
+        return await self._seat.generate(request)
 
     async def abort(self, request_id: str) -> None:
-        await self._replica.engine.abort(request_id)
+        await self._seat.abort(request_id)
 
 
 def _same(known: Sequence[Message], messages: Sequence[Message]) -> bool:

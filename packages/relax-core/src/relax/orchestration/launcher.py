@@ -5,7 +5,9 @@ from typing import Literal, Protocol
 
 from relax.ops.reports import Report
 
-State = Literal["starting", "running", "done", "failed"]
+State = Literal["starting", "running", "done", "failed", "lost"]
+"""`failed` ends the run. An engine that is lost is `starting` again, or `lost` when it is not started again.
+"""
 
 
 @dataclass(frozen=True)

@@ -3,10 +3,16 @@
 import asyncio
 import traceback
 
+from relax.backends.inference.errors import EngineLost
 from relax.components.context import RunContext
 from relax.components.host import RoleHost
+from relax.engine.failover import as_lost
+from relax.orchestration.engine_keeper import EngineKeeper
 from relax.orchestration.launcher import Poll, WorkerStatus
 from relax.orchestration.plan import Plan
+
+END_SECONDS = 30.0
+"""Longest tidy end of all roles."""
 
 
 class LocalLauncher:
@@ -16,7 +22,9 @@ class LocalLauncher:
         self._plan = plan
         self._context = context
         self._hosts: dict[str, RoleHost] = {}
+        self._keepers: dict[str, EngineKeeper] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._lost: list[RoleHost] = []
 
     async def start(self) -> None:
         workers = [worker for role in self._plan.roles for worker in role.workers]
@@ -26,7 +34,19 @@ class LocalLauncher:
             host = RoleHost(name, self._context, pool)
             self._hosts[name] = host
             await host.build()
-        self._tasks = {name: asyncio.create_task(host.run()) for name, host in self._hosts.items()}
+        settings = self._context.config
+        for name in engines:
+            self._keepers[name] = EngineKeeper(
+                name,
+                _HostLife(self, name),
+                self,
+                restarts=settings.rollout.engine_restarts,
+                start_seconds=settings.ray.start_seconds,
+            )
+            self._tasks[name] = asyncio.create_task(self._keepers[name].run())
+        for name in workers:
+            if name not in engines:
+                self._tasks[name] = asyncio.create_task(self._hosts[name].run())
 
     async def poll(self) -> Poll:
         poll = Poll()
@@ -39,6 +59,8 @@ class LocalLauncher:
         task = self._tasks.get(name)
         if task is None:
             return WorkerStatus(name, "starting")
+        if (keeper := self._keepers.get(name)) is not None:
+            return keeper.status
         if not task.done():
             return WorkerStatus(name, "running")
         if task.cancelled():
@@ -48,16 +70,59 @@ class LocalLauncher:
             return WorkerStatus(name, "done")
         return WorkerStatus(name, "failed", "".join(traceback.format_exception(error)))
 
+    async def engine_lost(self, name: str, reason: str, restarting: bool) -> None:
+        await self._hosts["rollout"].engine_lost(name, reason, restarting)
+
+    async def engine_back(self, name: str) -> None:
+        await self._hosts["rollout"].engine_back(name, await self._hosts[name].engine())
+
+    def renew(self, name: str) -> RoleHost:
+        """A host for another life of an engine."""
+        self._lost.append(self._hosts[name])
+        self._hosts[name] = RoleHost(name, self._context)
+        return self._hosts[name]
+
     async def stop(self) -> None:
         for name in ("rollout", "actor"):
             if name in self._hosts:
                 self._hosts[name].stop()
 
     async def close(self) -> None:
+        for keeper in self._keepers.values():
+            keeper.close()
         for host in self._hosts.values():
             host.stop()
         if self._tasks:
-            await asyncio.wait(self._tasks.values(), timeout=30)
+            await asyncio.wait(self._tasks.values(), timeout=END_SECONDS)
         for task in self._tasks.values():
             task.cancel()
-        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        ending = [asyncio.ensure_future(host.closed()) for host in (*self._lost, *self._hosts.values())]
+        if ending:
+            await asyncio.wait(ending, timeout=END_SECONDS)
+        for task in ending:
+            task.cancel()
+        await asyncio.gather(*self._tasks.values(), *ending, return_exceptions=True)
+
+
+class _HostLife:
+    """The lives of an engine as hosts in this process. The first host is there already."""
+
+    def __init__(self, launcher: LocalLauncher, name: str) -> None:
+        self._launcher = launcher
+        self._name = name
+        self._host: RoleHost | None = launcher._hosts[name]
+
+    async def begin(self) -> None:
+        if self._host is None:
+            self._host = self._launcher.renew(self._name)
+            await self._host.build()
+
+    async def serve(self) -> None:
+        assert self._host is not None
+        await self._host.run()
+
+    async def end(self) -> None:
+        self._host = None
+
+    def loss(self, error: Exception) -> EngineLost | None:
+        return as_lost(self._name, error)

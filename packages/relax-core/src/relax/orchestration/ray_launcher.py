@@ -33,6 +33,7 @@ class RayLauncher:
         self._context = context
         self._handles: dict[str, Any] = {}
         self._incarnations: dict[str, str] = {}
+        self._away: frozenset[str] = frozenset()
         self._group: PlacementGroup | None = None
 
     def _name(self, role: str) -> str:
@@ -85,7 +86,15 @@ class RayLauncher:
         for status in statuses:
             poll.reports += status.reports
             poll.workers |= {worker.worker: worker for worker in status.workers}
+        await self._tell_away(frozenset().union(*(status.away for status in statuses)))
         return poll
+
+    async def _tell_away(self, away: frozenset[str]) -> None:
+        """The actor does not wait for engines that are lost."""
+        if away != self._away and "actor" in self._incarnations:
+            self._away = away
+            with contextlib.suppress(RayError, RayServeException):  # the next poll says so
+                await self._handles["actor"].engines_away.remote(sorted(away))
 
     async def _status(self, role: str) -> ServiceStatus:
         seconds = ANSWER_SECONDS if role in self._incarnations else self._context.config.ray.start_seconds

@@ -1,19 +1,24 @@
 """A role as a Ray Serve deployment: it creates the role's workers, watches them, says how they fare."""
 
 import asyncio
+import contextlib
 import traceback
 import uuid
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
+from relax.backends.inference.errors import EngineLost
 from relax.components.context import RunContext
+from relax.engine.failover import as_lost
 from relax.ops.reports import Report
+from relax.orchestration.engine_keeper import EngineKeeper
 from relax.orchestration.launcher import State, WorkerStatus
 from relax.orchestration.plan import RolePlan
-from relax.orchestration.worker import RoleWorker
+from relax.orchestration.worker import RoleWorker, process_died
 
 
 @dataclass(frozen=True)
@@ -23,28 +28,51 @@ class ServiceStatus:
     incarnation: str
     workers: list[WorkerStatus]
     reports: list[Report]
+    away: frozenset[str] = frozenset()
+    """Engines that are lost now."""
 
 
 class RoleService:
-    """Supervises the workers of one role. Control plane only: no sample passes through it."""
+    """Supervises the workers of one role. Control plane only: no sample passes through it.
+
+    An engine that is lost is started again as a new worker of the same name; any other worker that fails has
+    failed for good.
+    """
 
     def __init__(self, role: RolePlan, context: RunContext, options: dict[str, Any]) -> None:
         self._role = role
         self._incarnation = uuid.uuid4().hex
-        worker_class = ray.remote(RoleWorker)
+        self._context = context
+        self._options = options
         self._workers: dict[str, Any] = {}
         self._up: set[str] = set()
         engines = [name for name in role.workers if name.startswith("engine-")]
         for name in (*engines, *(worker for worker in role.workers if worker not in engines)):
             pool = {engine: self._workers[engine] for engine in engines} if name == "rollout" else None
-            self._workers[name] = worker_class.options(
-                num_cpus=role.cpus_per_worker, max_restarts=0, max_concurrency=1000, **options
-            ).remote(name, context, pool)
+            self._create(name, pool)
         self._states: dict[str, WorkerStatus] = {
-            name: WorkerStatus(name, "starting") for name in self._workers
+            name: WorkerStatus(name, "starting") for name in self._workers if name not in engines
+        }
+        self._keepers = {
+            name: EngineKeeper(
+                name,
+                _ActorLife(self, name),
+                self,
+                restarts=context.config.rollout.engine_restarts,
+                start_seconds=context.config.ray.start_seconds,
+            )
+            for name in engines
         }
         loop = asyncio.get_event_loop()
-        self._watchers = [loop.create_task(self._watch(name)) for name in self._workers]
+        self._watchers = [loop.create_task(self._watch(name)) for name in self._states]
+        self._watchers += [loop.create_task(keeper.run()) for keeper in self._keepers.values()]
+
+    def _create(self, name: str, pool: dict[str, Any] | None = None) -> Any:
+        worker_class = ray.remote(RoleWorker)
+        self._workers[name] = worker_class.options(
+            num_cpus=self._role.cpus_per_worker, max_restarts=0, max_concurrency=1000, **self._options
+        ).remote(name, self._context, pool)
+        return self._workers[name]
 
     async def _watch(self, name: str) -> None:
         worker = self._workers[name]
@@ -68,14 +96,32 @@ class RoleService:
     async def status(self) -> ServiceStatus:
         """State of every worker, and what they reported since the last call."""
         reports: list[Report] = []
-        for name, worker in self._workers.items():
-            if name.startswith("engine-") or name not in self._up or self._states[name].state == "failed":
+        for name, status in list(self._states.items()):
+            if name not in self._up or status.state == "failed":
                 continue
             try:
-                reports += await worker.drain.remote()
+                reports += await self._workers[name].drain.remote()
             except RayActorError:
                 continue  # its watcher says so
-        return ServiceStatus(self._incarnation, list(self._states.values()), reports)
+        workers = [*self._states.values(), *(keeper.status for keeper in self._keepers.values())]
+        away = frozenset(name for name, keeper in self._keepers.items() if keeper.away)
+        return ServiceStatus(self._incarnation, workers, reports, away)
+
+    async def engine_lost(self, name: str, reason: str, restarting: bool) -> None:
+        """A keeper says that an engine is gone: the rollout has to know."""
+        with contextlib.suppress(
+            RayActorError
+        ):  # a rollout that is gone needs no engines; its watcher says so
+            await self._workers["rollout"].engine_lost.remote(name, reason, restarting)
+
+    async def engine_back(self, name: str) -> None:
+        with contextlib.suppress(RayActorError):
+            await self._workers["rollout"].engine_back.remote(name, self._workers[name])
+
+    async def engines_away(self, names: Collection[str]) -> None:
+        """Tell the role's own worker which engines are lost now."""
+        with contextlib.suppress(RayActorError):
+            await self._workers[self._role.name].engines_away.remote(names)
 
     async def stop(self) -> None:
         """Ask the role's own worker for a tidy end."""
@@ -85,7 +131,38 @@ class RoleService:
 
     async def end(self, timeout: float) -> None:
         """Stop every worker and wait until they have let go of what they hold."""
-        for name, worker in self._workers.items():
-            if self._states[name].state in ("starting", "running"):
-                worker.stop.remote()
+        for keeper in self._keepers.values():
+            keeper.close()
+        running = [status for status in self._states.values()]
+        running += [keeper.status for keeper in self._keepers.values()]
+        for status in running:
+            if status.state in ("starting", "running"):
+                self._workers[status.worker].stop.remote()
         await asyncio.wait(self._watchers, timeout=timeout)
+
+
+class _ActorLife:
+    """The lives of an engine as Ray actors, one after another."""
+
+    def __init__(self, service: RoleService, name: str) -> None:
+        self._service = service
+        self._name = name
+        self._worker: Any = service._workers[name]
+
+    async def begin(self) -> None:
+        if self._worker is None:
+            self._worker = self._service._create(self._name)
+        await self._worker.build.remote()
+
+    async def serve(self) -> None:
+        await self._worker.run.remote()
+
+    async def end(self) -> None:
+        worker, self._worker = self._worker, None
+        if worker is not None:
+            await asyncio.to_thread(ray.kill, worker)
+
+    def loss(self, error: Exception) -> EngineLost | None:
+        if isinstance(error, RayActorError):
+            return EngineLost(self._name, process_died(error))
+        return as_lost(self._name, error)

@@ -2,12 +2,16 @@
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
+import ray
 from agentic import GenerationRequest
+from ray.exceptions import RayActorError
 
-from relax.backends.inference.base import FinishedGeneration, Health, UpdateReport
+from relax.backends.inference.base import FinishedGeneration, Health
+from relax.backends.inference.errors import EngineLost
 from relax.components.context import RunContext
 from relax.components.host import RoleHost
 from relax.ops.reports import Report
@@ -17,7 +21,7 @@ class RoleWorker:
     """A Ray actor around one role host; an engine's worker also answers generation calls."""
 
     def __init__(self, role: str, context: RunContext, engines: Mapping[str, Any] | None = None) -> None:
-        remotes = {name: RemoteEngine(handle) for name, handle in (engines or {}).items()}
+        remotes = {name: RemoteEngine(name, handle) for name, handle in (engines or {}).items()}
         self._host = RoleHost(role, context, remotes)
         self._finished: list[FinishedGeneration | tuple[list[str], BaseException]] = []
         self._arrived = asyncio.Event()
@@ -37,6 +41,17 @@ class RoleWorker:
 
     async def drain(self) -> list[Report]:
         return self._host.drain()
+
+    # The rollout's worker, and the actor's
+
+    async def engine_lost(self, name: str, reason: str, restarting: bool) -> None:
+        await self._host.engine_lost(name, reason, restarting)
+
+    async def engine_back(self, name: str, handle: Any) -> None:
+        await self._host.engine_back(name, RemoteEngine(name, handle))
+
+    async def engines_away(self, names: Collection[str]) -> None:
+        await self._host.engines_away(names)
 
     # An engine's worker
 
@@ -77,11 +92,15 @@ class RoleWorker:
 
 
 class RemoteEngine:
-    """An engine in another Ray actor. One call collects for all requests in flight."""
+    """An engine in another Ray actor. One call collects for all requests in flight.
+
+    Whatever Ray says of an actor that cannot be reached is `EngineLost` here.
+    """
 
     COLLECT_SECONDS = 30.0
 
-    def __init__(self, handle: Any) -> None:
+    def __init__(self, name: str, handle: Any) -> None:
+        self._name = name
         self._handle = handle
         self._open: dict[str, asyncio.Queue[FinishedGeneration | BaseException]] = {}
         self._collector: asyncio.Task[None] | None = None
@@ -90,10 +109,11 @@ class RemoteEngine:
         arrivals: asyncio.Queue[FinishedGeneration | BaseException] = asyncio.Queue()
         for request in requests:
             self._open[request.id] = arrivals
-        await self._handle.submit.remote(list(requests))
-        if self._collector is None or self._collector.done():
-            self._collector = asyncio.create_task(self._collect())
         try:
+            with self._lost_with_its_actor():
+                await self._handle.submit.remote(list(requests))
+            if self._collector is None or self._collector.done():
+                self._collector = asyncio.create_task(self._collect())
             for _ in requests:
                 arrived = await arrivals.get()
                 if isinstance(arrived, BaseException):
@@ -106,7 +126,9 @@ class RemoteEngine:
     async def _collect(self) -> None:
         try:
             while self._open:
-                for finished in await self._handle.collect.remote(self.COLLECT_SECONDS):
+                with self._lost_with_its_actor():
+                    collected = await self._handle.collect.remote(self.COLLECT_SECONDS)
+                for finished in collected:
                     if isinstance(finished, FinishedGeneration):
                         self._deliver(finished.id, finished)
                     else:
@@ -122,25 +144,34 @@ class RemoteEngine:
         if arrivals is not None:
             arrivals.put_nowait(what)
 
+    @contextmanager
+    def _lost_with_its_actor(self) -> Iterator[None]:
+        try:
+            yield
+        except RayActorError as error:
+            raise EngineLost(self._name, process_died(error)) from error
+
     async def abort(self, request_id: str) -> None:
-        await self._handle.abort.remote(request_id)
-
-    def weights(self) -> Mapping[str, Any]:
-        raise TypeError("a remote engine follows the published weights in its own process")
-
-    async def begin_update(self, version: int, tensors: Mapping[str, Any]) -> None:
-        raise TypeError("a remote engine follows the published weights in its own process")
-
-    async def commit_update(self, version: int) -> UpdateReport:
-        raise TypeError("a remote engine follows the published weights in its own process")
+        with self._lost_with_its_actor():
+            await self._handle.abort.remote(request_id)
 
     async def wait_version(self, version: int, timeout: float) -> int:
-        return await self._handle.wait_version.remote(version, timeout)
+        with self._lost_with_its_actor():
+            return await self._handle.wait_version.remote(version, timeout)
 
     async def health(self) -> Health:
-        return await self._handle.health.remote()
+        with self._lost_with_its_actor():
+            return await self._handle.health.remote()
 
-    async def close(self) -> None:
+    async def discard(self, reason: str) -> None:
+        """End its actor at once: what is stuck cannot be asked to end."""
         if self._collector is not None:
             self._collector.cancel()
             await asyncio.gather(self._collector, return_exceptions=True)
+        await asyncio.to_thread(ray.kill, self._handle)
+
+
+def process_died(error: RayActorError) -> str:
+    """What Ray knows of the end of an actor's process, in a line."""
+    first = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    return f"its process died ({first})"
