@@ -37,11 +37,6 @@ class Batching(Protocol):
         """An episode has ended, or gone elsewhere, and asks for nothing more here."""
         ...
 
-    @property
-    def open(self) -> int:
-        """Requests that are not answered."""
-        ...
-
     async def fail(self, lost: EngineLost) -> None:
         """The engine is lost: all that is open here fails with that, and nothing arrives any more."""
         ...
@@ -58,10 +53,6 @@ class _Front:
         self._calls: set[asyncio.Task[None]] = set()
         self._waiting: list[GenerationRequest] = []
         self._lost: EngineLost | None = None
-
-    @property
-    def open(self) -> int:
-        return len(self._open)
 
     def _send(self, requests: Sequence[GenerationRequest]) -> None:
         call = asyncio.create_task(self._drain(requests))

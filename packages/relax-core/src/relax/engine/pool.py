@@ -58,6 +58,8 @@ class Replica:
     name: str
     engine: ReplicaEngine
     front: Batching
+    requests: int = 0
+    """Asked of it and not answered."""
     health: Health | None = None
     heard: float = field(default_factory=time.monotonic)
     watchers: list[asyncio.Task[None]] = field(default_factory=list)
@@ -143,7 +145,7 @@ class EnginePool:
             "engine lost",
             engine=replica.name,
             reason=lost.reason,
-            requests=replica.front.open,
+            requests=replica.requests,
             seconds=now - replica.heard,
         )
         if not self._failover:
@@ -233,11 +235,11 @@ class EnginePool:
             before, replica.health = replica.health, health
             if before is None or before.decode_steps != health.decode_steps:
                 replica.heard = time.monotonic()
-            if watch.idle_seconds(health, replica.front.open, time.monotonic()) >= seconds:
+            if watch.idle_seconds(health, replica.requests, time.monotonic()) >= seconds:
                 self.lose(
                     replica,
                     f"it answers, but has not got on for {seconds:g} s (rollout.stall_seconds) with "
-                    f"{max(replica.front.open, health.running)} requests, at decode step "
+                    f"{max(replica.requests, health.running)} requests, at decode step "
                     f"{health.decode_steps} of version {health.version}",
                 )
                 return

@@ -65,6 +65,7 @@ class Seat:
             replica = await self._place(asked)
             if replica is None:
                 return failover.aborted(kept)
+            replica.requests += 1
             try:
                 answer = await replica.front.generate(asked)
             except failover.LOSSES as error:
@@ -73,6 +74,7 @@ class Seat:
             else:
                 return failover.joined(len(request.tokens), kept, answer)
             finally:
+                replica.requests -= 1
                 self._pool.placement.ended(request.id)
             partial = lost.partial.get(request.id)
             if partial is not None and len(partial.tokens):

@@ -88,6 +88,8 @@ def _train(words: list[str], resume: Path | None, replay: Path | None) -> None:
             )
         if outcome.weights:
             typer.echo(f"weights: {outcome.weights}")
+        if outcome.engines:
+            typer.echo(f"engines: {outcome.engines}")
         if outcome.waited:
             typer.echo(
                 f"the queue was full: groups waited {outcome.waited:.0f} s for room, added up "
@@ -169,7 +171,7 @@ def _split(words: list[str]) -> tuple[Path | None, list[str]]:
 def _schedule(run: Path, steps: int) -> Path:
     """The folder of a recorded schedule that covers every step."""
     from relax.config import ConfigError
-    from relax.distributed.schedule import read
+    from relax.distributed.schedule import losses, read
 
     recorded = run.absolute() / "schedule" / "segment-0"
     if not recorded.is_dir():
@@ -184,6 +186,11 @@ def _schedule(run: Path, steps: int) -> Path:
         raise ConfigError(
             f"--replay {run}: its schedule does not say how the steps were cut into micro-batches; it was "
             "recorded by an older relax, which replays it"
+        )
+    if lost := losses(recorded / "rollout.jsonl"):
+        raise ConfigError(
+            f"--replay {run}: it lost {', '.join(sorted(set(lost)))} on its way, and what a lost engine had "
+            "decided last is not known; a replay follows a run that lost no engine"
         )
     return recorded
 

@@ -15,12 +15,14 @@ from relax.config import RunConfig, check
 from relax.distributed.bus import Endpoint
 from relax.engine.checkpoints import Checkpoints, read_source
 from relax.ops.arrivals import Arrivals, wires
+from relax.ops.engine_losses import EngineLosses
 from relax.ops.progress import Display, display
 from relax.ops.reports import Report
 from relax.ops.sinks import JsonLines, Sink, TensorBoard
 from relax.orchestration.accounting import Accounting, settle
 from relax.orchestration.launcher import Launcher, Poll, RoleFailed
 from relax.orchestration.model_folder import model_folder, sees_pictures
+from relax.orchestration.routing_check import replayed_routing
 from relax.orchestration.plan import Plan, check_cpus, plan
 from relax.orchestration.preflight import preflight
 from relax.orchestration.run_folder import RunFolder, begin_segment, hold
@@ -52,6 +54,8 @@ class Outcome:
     waited: float = 0.0
     weights: str = ""
     """How the versions came into the engines, in a line."""
+    engines: str = ""
+    """Which engines were lost and came back, in a line; empty when none was."""
 
     @property
     def goodput(self) -> float:
@@ -91,6 +95,7 @@ class _Run:
     told_waited: float = 0.0
     told_full: bool = False
     told_wires: set[str] = field(default_factory=set)
+    losses: EngineLosses = field(default_factory=EngineLosses)
 
     def take(self, report: Report) -> None:
         match report.kind:
@@ -110,6 +115,7 @@ class _Run:
             case "rollout":
                 self.generated_tokens = report.data["generated_tokens"]
                 self.waited = report.data["waited"]
+                self.losses.asked_again = report.data["moved"]
                 self.display.rollout(report.data)
             case "sample":
                 self.samples.write(report.data)
@@ -132,6 +138,9 @@ class _Run:
                 )
 
     def _show(self, report: Report) -> None:
+        if (text := self.losses.note(report.data)) is not None:
+            self.display.note(text)
+            return
         match report.data["event"]:
             case "warm-up":
                 self.display.phase(
@@ -177,6 +186,7 @@ def prepare(config: RunConfig, folder: RunFolder, *, resume: bool, replay: Path 
     check(config)
     check_cpus(plan(config), config)
     model = model_folder(config, folder.model)
+    replayed_routing(config, model)
     nowhere = Endpoint("")
     context = RunContext(
         config, folder.path, model, nowhere, nowhere, replay=replay, media=sees_pictures(model)
@@ -238,6 +248,7 @@ def _train(config: RunConfig, folder: RunFolder, context: RunContext, title: str
         run.generated_tokens,
         run.waited,
         arrivals.summary,
+        run.losses.summary,
     )
 
 
