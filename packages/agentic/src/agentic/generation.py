@@ -159,7 +159,7 @@ class Generation(msgspec.Struct, frozen=True, eq=False):
             )
         check_spans(self.spans, count)
         if self.routes is not None:
-            _check_routes(self.routes)
+            check_routes("a generation", self.routes)
 
 
 def check_vector(name: str, array: object, dtype: type[np.generic]) -> None:
@@ -194,7 +194,10 @@ def check_spans(spans: Sequence[VersionSpan], count: int) -> None:
         raise InvalidValue(f"the version spans end at {position}; expected {count}, the number of tokens")
 
 
-def _check_routes(routes: object) -> None:
+def check_routes(whose: str, routes: object) -> None:
+    """Raise `InvalidValue` unless `routes` is a numpy array of a route's kind: uint8, int16 or int32 [tokens,
+    layers, top_k].
+    """
     if not isinstance(routes, np.ndarray) or routes.ndim != 3 or routes.dtype not in ROUTE_DTYPES:
         found = (
             f"a numpy array of {routes.dtype} with shape {routes.shape}"
@@ -202,6 +205,6 @@ def _check_routes(routes: object) -> None:
             else type(routes).__name__
         )
         raise InvalidValue(
-            f"the routes of a generation: found {found}; expected a numpy array of uint8, int16 or int32 "
-            "with the shape (tokens, layers, top_k)"
+            f"the routes of {whose}: found {found}; expected a numpy array of uint8, int16 or int32 with "
+            "the shape (tokens, layers, top_k)"
         )

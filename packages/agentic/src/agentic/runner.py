@@ -94,7 +94,8 @@ class _Run:
         transcript = await self.open()
         while True:
             generation, end = await self.decide(transcript)
-            transcript.append_generation(generation)
+            with self.stage("generate"):
+                transcript.append_generation(generation)
             if end is not None:
                 if len(generation.tokens):
                     self.say(generation)

@@ -6,13 +6,14 @@ turn k, the sampled ids, and the encoded observation.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from .errors import InvalidValue, TranscriptError
-from .generation import Encoded, Generation, MediaItem, check_vector
+from .generation import Encoded, Generation, MediaItem, check_routes, check_vector
 
 
 class Transcript(msgspec.Struct, frozen=True, eq=False):
@@ -30,6 +31,10 @@ class Transcript(msgspec.Struct, frozen=True, eq=False):
             together they cover exactly the positions whose mask is 1 (an observation has no version); two
             rows that touch differ in version.
         media: what the placeholders among the tokens stand for, in order.
+        routes: uint8, int16 or int32 [m, layers, top_k], the experts of the first m tokens, each as the
+            engine told when it saw the token first; None where it told none. The last token that was sampled
+            was never fed, nor was what came after it: m is n - 1 where it ends the transcript, and otherwise
+            the index of that token.
 
     Raises:
         InvalidValue: any of these does not hold. Arrays that are still writable are copied first.
@@ -41,6 +46,7 @@ class Transcript(msgspec.Struct, frozen=True, eq=False):
     logprobs: npt.NDArray[np.float32]
     versions: npt.NDArray[np.int32]
     media: tuple[MediaItem, ...] = ()
+    routes: npt.NDArray[Any] | None = None
 
     def __post_init__(self) -> None:
         check_vector("the tokens of a transcript", self.tokens, np.int32)
@@ -70,6 +76,14 @@ class Transcript(msgspec.Struct, frozen=True, eq=False):
         for name in ("tokens", "loss_mask", "logprobs", "versions"):
             msgspec.structs.force_setattr(self, name, _frozen(getattr(self, name)))
         msgspec.structs.force_setattr(self, "media", tuple(self.media))
+        if self.routes is not None:
+            check_routes("a transcript", self.routes)
+            if len(self.routes) >= len(self.tokens):
+                raise InvalidValue(
+                    f"a transcript of {len(self.tokens)} tokens has {len(self.routes)} routes; expected at "
+                    f"most {len(self.tokens) - 1}, as the last token is never fed"
+                )
+            msgspec.structs.force_setattr(self, "routes", _frozen(self.routes))
 
     @property
     def response_length(self) -> int:
@@ -103,6 +117,9 @@ class TranscriptBuilder:
         self._logprobs: list[npt.NDArray[np.float32]] = []
         self._versions: list[tuple[int, int, int]] = []
         self._media: list[MediaItem] = list(prompt.media)
+        self._routes: list[npt.NDArray[Any]] = []
+        self._routed = 0
+        self._unrouted = False
         self._length = self._prompt_length
         self._closed: Transcript | None = None
 
@@ -127,10 +144,17 @@ class TranscriptBuilder:
     def append_generation(self, generation: Generation) -> None:
         """Add what the policy sampled (mask 1), with its logprobs and versions. An empty one adds nothing.
 
+        Of its routes only those of tokens that have none yet are taken: what an engine tells of a token that
+        it was shown again is how it would go now, not how it went when it was sampled.
+
         Raises:
+            InvalidValue: the generation's routes are none of this transcript: of another shape or type than
+                those before, or of another number of tokens than it and the generation have.
             TranscriptError: the transcript is closed.
         """
         self._check_open("a generation")
+        if len(generation.tokens):
+            self._take_routes(generation)
         offset = self._length - self._prompt_length
         self._extend(generation.tokens, 1, generation.logprobs)
         for version, start, end in generation.spans:
@@ -160,6 +184,7 @@ class TranscriptBuilder:
             logprobs=_frozen_concatenation(self._logprobs, np.float32),
             versions=np.array(self._versions, np.int32).reshape(-1, 3),
             media=tuple(self._media),
+            routes=self._all_routes(),
         )
 
     def close(self) -> Transcript:
@@ -167,6 +192,33 @@ class TranscriptBuilder:
         if self._closed is None:
             self._closed = self.snapshot()
         return self._closed
+
+    def _take_routes(self, generation: Generation) -> None:
+        found, length = generation.routes, self._length + len(generation.tokens)
+        if found is None or self._unrouted:
+            self._unrouted = True  # a hole cannot be filled later
+            return
+        if len(found) != length - 1:
+            raise InvalidValue(
+                f"a generation that makes a transcript of {length} tokens has {len(found)} routes; expected "
+                f"{length - 1}: of its prompt too, and none of the last token"
+            )
+        if self._routes:
+            first = self._routes[0]
+            if (found.shape[1:], found.dtype) != (first.shape[1:], first.dtype):
+                raise InvalidValue(
+                    f"routes of a generation are {found.dtype} {list(found.shape[1:])} a token, those before "
+                    f"it {first.dtype} {list(first.shape[1:])}; were they captured from one model?"
+                )
+        self._routes.append(found[self._routed :].copy())
+        self._routed = len(found)
+
+    def _all_routes(self) -> npt.NDArray[Any] | None:
+        if not self._routes:
+            return None
+        array = self._routes[0] if len(self._routes) == 1 else np.concatenate(self._routes)
+        array.setflags(write=False)
+        return array
 
     def _extend(self, tokens: npt.NDArray[np.int32], mask: int, logprobs: npt.NDArray[np.float32]) -> None:
         # Copied, so that an engine that reuses its buffers cannot rewrite history.

@@ -29,6 +29,9 @@ class Field:
     about: str
 
 
+ROUTES = "routed_experts"
+"""The experts that each token was sent to when it was sampled; only with actor.routing_replay."""
+
 FIELDS: dict[str, Field] = {
     field.name: field
     for field in (
@@ -56,6 +59,13 @@ FIELDS: dict[str, Field] = {
         Field(
             "rollout_logprobs", "float32", "(response,)", "rollout", "of the engine; 0 where the mask is 0"
         ),
+        Field(
+            ROUTES,
+            "uint8 | int16 | int32",
+            "(prompt+response-1, layers, top_k)",
+            "rollout",
+            "experts of every token but the last; see relax.backends.routes",
+        ),
         Field("policy_versions", "int32", "(spans,3)", "rollout", "(version, start, end) over the response"),
         Field("reward", "float32", "()", "rollout", "the episode's reward"),
         Field("reward_parts", "data", "()", "rollout", "named parts of the reward, plain data"),
@@ -71,11 +81,12 @@ TASK_REFERENCE = "reference"
 TASK_ACTOR = "actor"
 
 
-def tasks(*, reference: bool, media: bool) -> dict[str, list[str]]:
+def tasks(*, reference: bool, media: bool, routes: bool = False) -> dict[str, list[str]]:
     """The consumer tasks of the training partition, and the fields each needs of a sample and reads.
 
     Args:
         reference: a Reference role scores the samples.
+        routes: samples have routes, which the actor replays and nobody else reads.
         media: the model sees pictures: every put writes the media fields, None for a sample without.
     """
     pictures = list(MEDIA_FIELDS) if media else []
@@ -83,6 +94,8 @@ def tasks(*, reference: bool, media: bool) -> dict[str, list[str]]:
         *("tokens", "prompt_length", "loss_mask", "rollout_logprobs", "policy_versions", "advantages"),
         *("ordinal", "member", "reward", "reward_parts", "truncated", "turns"),
     ]
+    if routes:
+        actor.append(ROUTES)
     found = {TASK_ADVANTAGES: ["reward", "loss_mask", "ordinal"]}
     if reference:
         found[TASK_REFERENCE] = ["tokens", "prompt_length", "loss_mask", "ordinal", "member", *pictures]

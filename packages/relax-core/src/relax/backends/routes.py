@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-Routes = NDArray[np.uint8] | NDArray[np.int16] | NDArray[np.int32]
+Routes = NDArray[np.uint8 | np.int16 | np.int32]
 
 UNROUTED = -1
 """The mark of a token without a route in signed arrays, those of a trainer among them; see `unrouted`."""

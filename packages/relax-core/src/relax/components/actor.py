@@ -170,7 +170,10 @@ class Actor:
                 begun = time.perf_counter()
                 totals.add(
                     await self._in_thread(
-                        lambda chunk=chunk: self._backend.forward_backward(pack(chunk), self._algorithm.loss)
+                        lambda chunk=chunk: self._backend.forward_backward(
+                            pack(chunk, routes_of=self._config.actor.routing_replay_tokens),
+                            self._algorithm.loss,
+                        )
                     )
                 )
                 clocks.train += time.perf_counter() - begun

@@ -1,6 +1,7 @@
 """Each role built from a run's context: the one place that knows what a role is made of."""
 
 import inspect
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import agentic
 from agentic.environments import environment_factory
 from omni_processor import OmniProcessor
 
+from relax.backends.routes import routing_of
 from relax.components.context import RunContext
 from relax.config.base import ConfigError
 from relax.config.run import RunConfig
@@ -39,6 +41,9 @@ def rollout(context: RunContext, engines: Mapping[str, ReplicaEngine], reports: 
         Environments(config),
         context_length(context),
         reports,
+        routing_of(json.loads((context.model / "config.json").read_text()))
+        if config.actor.routing_replay
+        else None,
     )
 
 
@@ -141,8 +146,6 @@ def algorithm_settings(config: RunConfig) -> dict[str, object]:
 
 def context_length(context: RunContext) -> int:
     """Tokens of prompt and response together: the configuration's, at most the model's own."""
-    import json
-
     content = json.loads((context.model / "config.json").read_text())
     own = (content.get("text_config") or content).get("max_position_embeddings")
     wanted = context.config.model.context_length

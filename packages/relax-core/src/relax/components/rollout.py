@@ -8,7 +8,7 @@ repeats bit for bit. In both, what is asked of an engine that is lost is asked o
 
 import asyncio
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,11 +16,13 @@ import numpy as np
 from agentic import Episode, EpisodeError, Limits, Sampling, Task, derive_seed, run_episode
 from omni_processor import OmniProcessor
 
+from relax.backends.routes import InvalidRoutes, Routes, Routing
 from relax.components.assembly import Environments
 from relax.components.context import RunContext
 from relax.distributed.bus import Bus, Sample
 from relax.distributed.schedule import Record, read
 from relax.distributed.version_clock import VersionClock
+from relax.engine.episode_routes import routes_of
 from relax.engine.pacing import Pacer, Slot
 from relax.engine.policy import Opening, SeatPolicy
 from relax.engine.pool import EnginePool, Replica, ReplicaEngine
@@ -68,7 +70,9 @@ class Rollout:
         environments: Environments,
         context_length: int,
         reports: Reports,
+        routing: Routing | None = None,
     ) -> None:
+        """`routing`: how the model routes, where that is told with every sample; None where it is not."""
         config = context.config
         self._context = context
         self._processor = processor
@@ -77,6 +81,8 @@ class Rollout:
         self._clock = clock
         self._environments = environments
         self._reports = reports
+        self._routing = routing
+        self._bad_routes = 0
         self._members = config.rollout.samples_per_prompt
         self._pacer = Pacer(config.rollout.prompts_per_step, context.first_step, config.steps)
         self._limits = Limits(
@@ -284,13 +290,16 @@ class Rollout:
                 member for member, episode in enumerate(episodes) if not episode.transcript.loss_mask.any()
             ]:
                 raise EmptyEpisode(f"members {empty} of group {ordinal} ended before a token was sampled")
-        except (EpisodeError, EmptyEpisode) as error:
+            routes = self._routes(episodes)
+        except (EpisodeError, EmptyEpisode, InvalidRoutes) as error:
             self._failed(start, error)
             return
         finally:
             self._pool.placement.closed(start.name)
             self._homes.pop(start.name, None)
-        samples = [self._sample(start, member, episode) for member, episode in enumerate(episodes)]
+        samples = [
+            self._sample(start, member, episode, routes[member]) for member, episode in enumerate(episodes)
+        ]
         ages = [self._clock.admit(start.slot.step, sample.policy_versions) for sample in samples]
         await self._put(samples, start.slot.step)
         self._pacer.finished(ordinal)
@@ -355,12 +364,18 @@ class Rollout:
         finally:
             seat.leave()
 
-    def _failed(self, start: Start, error: EpisodeError | EmptyEpisode) -> None:
+    def _routes(self, episodes: Sequence[Episode]) -> Sequence[Routes | None]:
+        if self._routing is None:
+            return [None] * len(episodes)
+        return routes_of([episode.transcript for episode in episodes], self._routing)
+
+    def _failed(self, start: Start, error: EpisodeError | EmptyEpisode | InvalidRoutes) -> None:
         if self._pool.failure is not None:  # nothing is wrong with the group
             raise self._pool.failure
         if self._context.replay is not None:
             raise RolloutFailed(f"group {start.prompt.ordinal} failed in a replay: {error}") from error
         self._pacer.failed(start.prompt.ordinal)
+        self._bad_routes += self._members * isinstance(error, InvalidRoutes)
         self._drop(start.prompt.ordinal, start.slot, error)
         self._check_failures(self._pacer.failures_in_a_row, error)
 
@@ -376,7 +391,7 @@ class Rollout:
                 f"{in_a_row} groups failed in a row (rollout.max_failures = {allowed}); the last one: {last}"
             ) from last
 
-    def _sample(self, start: Start, member: int, episode: Episode) -> Sample:
+    def _sample(self, start: Start, member: int, episode: Episode, routes: Routes | None) -> Sample:
         transcript = episode.transcript
         return Sample(
             prompt_key=start.prompt.key,
@@ -393,6 +408,7 @@ class Rollout:
             truncated=episode.truncated,
             turns=episode.turns,
             media=transcript.media,
+            routes=routes,
         )
 
     async def _report_totals(self) -> None:
@@ -402,6 +418,7 @@ class Rollout:
             generated_tokens=await self._pool.generated_tokens(),
             waited=self._waited,
             moved=self._pool.moved,
+            bad_routes=self._bad_routes,
         )
 
     def _report(self, start: Start, samples: list[Sample], age: int) -> None:
@@ -414,6 +431,7 @@ class Rollout:
             age=age,
             waited=self._waited,
             moved=self._pool.moved,
+            bad_routes=self._bad_routes,
         )
         if start.slot.index >= self._context.config.log.samples_per_step:
             return

@@ -98,6 +98,14 @@ class ActorSettings(ParallelSettings):
     """Most tokens, prompts included, in one forward and backward, and in one forward of the Reference role:
     as many whole groups as fit, at least one. Takes the place of `micro_batch_size`.
     """
+    routing_replay: bool = False
+    """Mixtures of experts only: the trainer sends every token to the experts that the engine sent it to when it
+    was sampled (R3), in the training pass and for old logprobs; not in reference passes.
+    """
+    routing_replay_tokens: Literal["all", "sampled"] = "all"
+    """With `routing_replay`: of all tokens, or only of those that the policy sampled; the others are routed
+    freely.
+    """
     max_skipped_steps: int = Field(default=10, ge=0)
     """Steps in a row that may be skipped for a gradient that is not finite before the run ends."""
     supervised: SupervisedSettings = SupervisedSettings()

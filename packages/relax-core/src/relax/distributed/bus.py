@@ -75,6 +75,7 @@ class Sample:
     truncated: bool
     turns: int
     media: Sequence[Mapping[str, Any]] = ()
+    routes: np.ndarray | None = None
 
     @property
     def oldest_version(self) -> int:
@@ -98,7 +99,7 @@ class Bus:
         queue = await tq.connect_async(endpoint.address, token=endpoint.token, transport=endpoint.transport)
         partition = await queue.partition(
             schema.PARTITION,
-            tasks=schema.tasks(reference=config.reference, media=media),
+            tasks=schema.tasks(reference=config.reference, media=media, routes=config.actor.routing_replay),
             max_samples=config.batch_samples * (config.max_staleness + 1),
             length_field="tokens",
             max_staleness=config.max_staleness,
@@ -271,6 +272,8 @@ def columns(samples: Sequence[Sample], *, media: bool) -> tuple[dict[str, Any], 
         "truncated": np.array([s.truncated for s in samples], np.uint8),
         "turns": np.array([s.turns for s in samples], np.int32),
     }
+    if samples[0].routes is not None:
+        fields[schema.ROUTES] = [s.routes for s in samples]
     shared: dict[str, Any] = {}
     if not media:
         return fields, shared

@@ -5,11 +5,14 @@ A group's columns are read-only views of the bus's memory. `pack` copies them, b
 
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
+import numpy as np
 import torch
 import transferqueue as tq
 
+from relax import schema
+from relax.backends.routes import UNROUTED, without_route
 from relax.backends.train.base import Packed, ragged
 from relax.distributed.bus import media_of
 
@@ -114,9 +117,14 @@ async def within(groups: AsyncIterator[Group], tokens: int) -> AsyncIterator[lis
         yield chunk
 
 
-def pack(groups: Sequence[Group]) -> Packed:
-    """Groups as one micro-batch, in the order given. Every response-aligned field that is
-    there comes along."""
+def pack(groups: Sequence[Group], *, routes_of: Literal["all", "sampled"] = "all") -> Packed:
+    """Groups as one micro-batch, in the order given. Every response-aligned field that is there comes along,
+    and the routes.
+
+    Args:
+        groups: at least one.
+        routes_of: the tokens whose routes come along: all, or only those that the policy sampled.
+    """
     tokens, offsets = ragged([row for group in groups for row in group.column("tokens")], torch.int64)
     fields = {
         name: ragged(
@@ -131,5 +139,26 @@ def pack(groups: Sequence[Group]) -> Packed:
         offsets=offsets,
         prompt_lengths=torch.tensor([int(n) for group in groups for n in group.column("prompt_length")]),
         fields=fields,
+        routes=_routes(groups, offsets, routes_of) if schema.ROUTES in groups[0].batch else None,
         media=[media_of(group.batch, row) for group in groups for row in group.rows],
     )
+
+
+def _routes(groups: Sequence[Group], offsets: torch.Tensor, of: Literal["all", "sampled"]) -> torch.Tensor:
+    """[total, layers, top_k] as `Packed.routes`: written once into memory of its own, in one type for all."""
+    rows = [row for group in groups for row in group.column(schema.ROUTES)]
+    bytewise = rows[0].dtype == np.uint8
+    dtype = np.dtype(np.int16) if bytewise else rows[0].dtype
+    found = np.full((int(offsets[-1]), *rows[0].shape[1:]), UNROUTED, dtype)
+    for start, row in zip(offsets.tolist(), rows, strict=False):
+        found[start : start + len(row)] = row
+        if bytewise and row.size and row.max() == 255:
+            found[start : start + len(row)][without_route(row)] = UNROUTED
+    if of == "sampled":
+        places = offsets.tolist()
+        lengths = [int(n) for group in groups for n in group.column("prompt_length")]
+        masks = [mask for group in groups for mask in group.column("loss_mask")]
+        for start, prompt, mask in zip(places, lengths, masks, strict=False):
+            found[start : start + prompt] = UNROUTED
+            found[start + prompt : start + prompt + len(mask)][mask == 0] = UNROUTED
+    return torch.from_numpy(found)

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from relax.backends.inference.base import FinishedGeneration
+from relax.backends.inference.captured import CapturedRoutes
 from relax.backends.inference.contexts import Context
 from relax.backends.inference.errors import EngineError
 from relax.backends.inference.network import Network
@@ -29,6 +30,9 @@ class RunningBatch:
         self.version = version
         self.requests: list[GenerationRequest] = []
         self._spans: list[list[tuple[int, int, int]]] = []
+        self._routes: CapturedRoutes | None = None
+        if network.routing is not None:
+            self._routes = CapturedRoutes(network.routing, slots, network.device)
         self._seeds = np.zeros(slots, np.uint64)
         self._temperature = np.zeros(slots, np.float32)
         self._top_p = np.zeros(slots, np.float32)
@@ -62,17 +66,20 @@ class RunningBatch:
             contexts.setdefault(key := context.key, context)
             slots.setdefault(key, []).append(row)
             self._enter(row, request)
-        logits, offsets = self._network.prefill(list(contexts.values()), list(slots.values()))
+        found = self._network.prefill(list(contexts.values()), list(slots.values()))
         source = np.empty(len(requests), np.int64)
         for index, members in enumerate(slots.values()):
             source[np.asarray(members) - start] = index
-            self._offsets[members] = offsets[index]
-        return self._sample(rows, logits[source.tolist()])
+            self._offsets[members] = found.offsets[index]
+        if self._routes is not None:
+            self._routes.enter([found.routes[index] for index in source.tolist()])
+        return self._sample(rows, found.logits[source.tolist()])
 
     def step(self) -> list[FinishedGeneration]:
         """One decode step of every row. Returns what it finished."""
         rows = slice(0, len(self.requests))
-        logits = self._network.decode(self._last[rows], self._lengths[rows], self._offsets[rows])
+        into = None if self._routes is None else self._routes.sheet()
+        logits = self._network.decode(self._last[rows], self._lengths[rows], self._offsets[rows], into)
         self._lengths[rows] += 1
         return self._sample(rows, logits)
 
@@ -88,6 +95,8 @@ class RunningBatch:
     def commit(self, version: int) -> int:
         """From here on tokens are of `version`, whose weights the network has: recompute every row's KV.
 
+        Routes stay those of the first time: the recomputation follows them and captures none.
+
         Returns:
             The number of rows recomputed.
         """
@@ -101,7 +110,8 @@ class RunningBatch:
             )
         self.version = version
         if contexts:
-            self._network.recompute(contexts, [[row] for row in range(len(contexts))])
+            routes = [self._routes.of(row) for row in range(len(contexts))] if self._routes else []
+            self._network.recompute(contexts, [[row] for row in range(len(contexts))], routes)
         return len(contexts)
 
     def _enter(self, row: int, request: GenerationRequest) -> None:
@@ -172,6 +182,7 @@ class RunningBatch:
             logprobs=self._logprobs[row, :count].copy(),
             spans=self._spans[row],
             finish_reason=reason,
+            routes=None if self._routes is None else self._routes.of(row),
         )
         return FinishedGeneration(self.requests[row].id, generation)
 
@@ -201,6 +212,10 @@ class RunningBatch:
                 self.requests[target] = self.requests[source]
                 self._spans[target] = self._spans[source]
             self._network.move(movers, holes)
+            if self._routes is not None:
+                self._routes.move(movers, holes)
+        if self._routes is not None:
+            self._routes.keep(left)
         del self.requests[left:]
         del self._spans[left:]
         if not left:

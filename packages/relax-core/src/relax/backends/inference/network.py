@@ -1,10 +1,11 @@
 """A Hugging Face model over a slot cache: prefill prompts into slots, decode one token for every running row.
 
-Text of Qwen3 and Qwen3-VL goes through `TextTower`; images and other families through the model's own
-forward, with explicit masks and positions.
+Text of Qwen3, Qwen3-MoE and Qwen3-VL goes through `TextTower`; images and other families through the model's
+own forward, with explicit masks and positions.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -18,13 +19,36 @@ from relax.backends.inference.errors import EngineError, InvalidRequest, Invalid
 from relax.backends.inference.slots import ATTENTION, SlotCache
 from relax.backends.inference.tower import TextTower, serves
 from relax.backends.models import build_model, named_weights, text_config, torch_dtype, unsampled_tokens
+from relax.backends.routes import Routes, Routing, routing_of
+
+
+@dataclass(frozen=True)
+class Prefilled:
+    """What a prefill gave, one entry a context.
+
+    Attributes:
+        logits: of the next token, [contexts, vocabulary].
+        offsets: what to add to a later token's index to get its position (not 0 only after images).
+        routes: [tokens, layers, top_k] of each; empty unless routes are captured.
+    """
+
+    logits: Tensor
+    offsets: list[int]
+    routes: list[Routes]
 
 
 class Network:
     """The model of a folder and its KV. Not thread-safe; computes under the caller's torch settings.
 
+    Args:
+        capture: tell which experts every token goes to.
+
+    Attributes:
+        routing: how the model routes; None unless that is told.
+
     Raises:
-        EngineError: the model has layers that a slot cache cannot serve (sliding windows, recurrent states).
+        EngineError: the model has layers that a slot cache cannot serve (sliding windows, recurrent states),
+            or routes are to be captured that it has not or that cannot be read here.
         relax.backends.models.ModelFolderError: the folder cannot be read.
     """
 
@@ -38,6 +62,7 @@ class Network:
         capacity: int | None,
         weights: bool,
         seed: int,
+        capture: bool = False,
     ) -> None:
         self.device = torch.device(device)
         self._dtype = torch_dtype(dtype)
@@ -58,6 +83,7 @@ class Network:
         self.capacity = context if capacity is None else capacity
         self.vocabulary = int(text.vocab_size)
         self._tower = TextTower(self._model) if serves(text) else None
+        self.routing = self._captured_routing(folder) if capture else None
         self.layout = {name: tensor for name, tensor in named_weights(self._model)}
         self._cache = SlotCache(text.num_hidden_layers, slots, self.capacity, self._dtype, self.device)
         self._placeholders: dict[int, int] = {}
@@ -69,6 +95,22 @@ class Network:
         """Tokens that stand for media: a response never holds one, as there would be no media behind it."""
         pad = getattr(text, "pad_token_id", None)
         self._pad = 0 if pad is None or pad in self._placeholders else int(pad)
+
+    def _captured_routing(self, folder: str | Path) -> Routing:
+        kind = self._model.config.model_type
+        routing = routing_of(self._model.config.to_dict())
+        if routing is None:
+            raise EngineError(
+                f"routes are to be captured, but model type {kind!r} in {str(folder)!r} is dense: it has no "
+                f"experts to choose from; set actor.routing_replay=false"
+            )
+        if self._tower is None or hasattr(self._model.config, "vision_config"):
+            raise EngineError(
+                f"routes are to be captured, but of model type {kind!r} in {str(folder)!r} the transformers "
+                f"engine cannot tell them (it can of qwen3_moe); set actor.routing_replay=false or take "
+                f"rollout.engine=sglang"
+            )
+        return routing
 
     def check(self, request: GenerationRequest) -> None:
         """Refuse what can never be served.
@@ -125,28 +167,55 @@ class Network:
                 f"stand for {need}; tokens and media must come from one processor call"
             )
 
-    def prefill(
-        self, contexts: Sequence[Context], slots: Sequence[Sequence[int]]
-    ) -> tuple[Tensor, list[int]]:
-        """Compute the KV of each context once and copy it into each of its slots.
-
-        Returns:
-            Logits of the next token [contexts, vocabulary], and for each context what to add to a later
-            token's index to get its position (not 0 only after images).
-        """
+    def prefill(self, contexts: Sequence[Context], slots: Sequence[Sequence[int]]) -> Prefilled:
+        """Compute the KV of each context once and copy it into each of its slots."""
         offsets = [0] * len(contexts)
         rows: list[Tensor] = [torch.empty(0)] * len(contexts)
+        routes: dict[int, Routes] = {}
         for piece in pieces([len(context.tokens) for context in contexts]):
-            logits, found = self._prefill(contexts, slots, piece, logits=True)
+            sheet = None if self.routing is None else self._sheet(contexts, piece, self.routing)
+            logits, found = self._prefill(contexts, slots, piece, logits=True, into=sheet)
             assert logits is not None
             for index, row, offset in zip(piece, logits, found, strict=True):
                 rows[index], offsets[index] = row, offset
-        return torch.stack(rows), offsets
+            if sheet is not None:
+                routes.update(zip(piece, self._unpadded(sheet, contexts, piece), strict=True))
+        return Prefilled(torch.stack(rows), offsets, [routes[index] for index in sorted(routes)])
 
-    def recompute(self, contexts: Sequence[Context], slots: Sequence[Sequence[int]]) -> None:
-        """Compute the KV of each context once and copy it into each of its slots, and nothing else."""
+    def recompute(
+        self, contexts: Sequence[Context], slots: Sequence[Sequence[int]], routes: Sequence[Routes] = ()
+    ) -> None:
+        """Compute the KV of each context once and copy it into each of its slots, and nothing else.
+
+        Args:
+            contexts, slots: as in `prefill`.
+            routes: of each context, as captured, which are followed: what is recomputed then differs by the
+                weights alone, as it does in a trainer that follows them.
+        """
         for piece in pieces([len(context.tokens) for context in contexts]):
-            self._prefill(contexts, slots, piece, logits=False)
+            sheet = None
+            if self.routing is not None:
+                sheet = self._sheet(contexts, piece, self.routing)
+                width = sheet.shape[1] // len(piece)
+                for row, index in enumerate(piece):
+                    own = torch.from_numpy(routes[index]).to(self.device).transpose(0, 1)
+                    sheet[:, (row + 1) * width - own.shape[1] : (row + 1) * width] = own
+            self._prefill(contexts, slots, piece, logits=False, follow=sheet)
+
+    def _sheet(self, contexts: Sequence[Context], piece: Sequence[int], routing: Routing) -> Tensor:
+        """int64 [layers, rows * width, top_k], with distinct experts everywhere (padding has to go
+        somewhere).
+        """
+        width = max(len(contexts[index].tokens) for index in piece)
+        filler = torch.arange(routing.top_k, device=self.device)
+        return filler.repeat(len(routing.layers), len(piece) * width, 1)
+
+    def _unpadded(self, sheet: Tensor, contexts: Sequence[Context], piece: Sequence[int]) -> list[Routes]:
+        assert self.routing is not None
+        layers, places, top_k = sheet.shape
+        narrow = sheet.to(getattr(torch, self.routing.dtype.name)).cpu().numpy()
+        rows = narrow.reshape(layers, len(piece), places // len(piece), top_k).transpose(1, 2, 0, 3)
+        return [rows[row, -len(contexts[index].tokens) :].copy() for row, index in enumerate(piece)]
 
     def _prefill(
         self,
@@ -155,6 +224,8 @@ class Network:
         piece: Sequence[int],
         *,
         logits: bool,
+        into: Tensor | None = None,
+        follow: Tensor | None = None,
     ) -> tuple[Tensor | None, list[int]]:
         contexts, slots = [contexts[index] for index in piece], [slots[index] for index in piece]
         lengths = [len(context.tokens) for context in contexts]
@@ -168,8 +239,9 @@ class Network:
         self._cache.begin_prefill()
         if self._tower is not None and not any(context.media for context in contexts):
             steps = torch.arange(width)[None] - torch.tensor(pads)[:, None]
+            places = steps.clamp_(min=0).to(self.device)
             found = self._tower.prefill(
-                ids, steps.clamp_(min=0).to(self.device), mask, self._cache, logits=logits
+                ids, places, mask, self._cache, logits=logits, into=into, follow=follow
             )
             offsets = [0] * len(contexts)
         else:
@@ -191,21 +263,26 @@ class Network:
         return found, offsets
 
     def decode(
-        self, tokens: NDArray[np.int64], lengths: NDArray[np.int64], offsets: NDArray[np.int64]
+        self,
+        tokens: NDArray[np.int64],
+        lengths: NDArray[np.int64],
+        offsets: NDArray[np.int64],
+        into: Tensor | None = None,
     ) -> Tensor:
         """Feed one token to each of the slots 0 to rows-1; returns the next's logits [rows, vocabulary].
 
         Args:
             tokens: int64 [rows].
             lengths: int64 [rows], tokens each row already has in its slot; the new one is written there.
-            offsets: int64 [rows], see `prefill`.
+            offsets: int64 [rows], see `Prefilled`.
+            into: int64 [routing layers, rows, top_k], where the experts chosen are written.
         """
         mask = self._cache.begin_decode(lengths)
         places = lengths + offsets
         positions = torch.from_numpy(places).to(self.device)
         ids = torch.from_numpy(tokens).to(self.device)
         if self._tower is not None:
-            return self._tower.decode(ids, positions, mask, self._cache, int(places.max()))
+            return self._tower.decode(ids, positions, mask, self._cache, int(places.max()), into)
         positions = positions[:, None]
         output = self._model(
             input_ids=ids[:, None],

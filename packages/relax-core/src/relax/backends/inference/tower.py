@@ -1,4 +1,4 @@
-"""The text layers of Qwen3 and Qwen3-VL as plain functions over a slot cache.
+"""The text layers of Qwen3, Qwen3-MoE and Qwen3-VL as plain functions over a slot cache.
 
 Around a small model the modules, wrappers and kernel launches of transformers' forward are most of a decode
 step, and around any model its last layer computes every position of a prefill where one is asked for. Other
@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, rms_norm, silu
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from relax.backends.inference.mixture import Mixture
 from relax.backends.inference.slots import SlotCache, attention
 
-_MODEL_TYPES = {"qwen3", "qwen3_vl_text"}
+_MODEL_TYPES = {"qwen3", "qwen3_moe", "qwen3_vl_text"}
 _MOVING_ROPES = {"dynamic", "longrope"}
 """Rotary embeddings whose frequencies depend on how long the sequence is."""
 
@@ -41,11 +42,21 @@ class TextTower:
         self._head: nn.Linear = whole.lm_head
         self._norm: nn.Module = tower.norm
         self._layers = [_Layer(layer) for layer in tower.layers]
+        for place, layer in enumerate(layer for layer in self._layers if layer.mixture is not None):
+            layer.place = place
         self._rotary: nn.Module = tower.rotary_emb
         self._turns = torch.empty(0, 2, 1, 0)
         """[positions, 2, 1, head_dim]: the cosines, and the sines with the sign of what they multiply."""
 
-    def decode(self, tokens: Tensor, positions: Tensor, mask: Tensor, cache: SlotCache, last: int) -> Tensor:
+    def decode(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        mask: Tensor,
+        cache: SlotCache,
+        last: int,
+        into: Tensor | None = None,
+    ) -> Tensor:
         """One token a row, after `cache.begin_decode`.
 
         Args:
@@ -54,6 +65,7 @@ class TextTower:
             mask: [rows, 1, 1, width], added to scores.
             cache: where keys and values are and go.
             last: the highest position.
+            into: int64 [routing layers, rows, top_k], where the experts chosen are written; None for nowhere.
 
         Returns:
             Logits [rows, vocabulary].
@@ -62,11 +74,20 @@ class TextTower:
         for layer, slots in zip(self._layers, cache.kv, strict=True):
             query, key, value = layer.project(hidden, cos, sin, 1)
             keys, values = slots.update(key, value)
-            hidden = layer.finish(hidden, attention(query, keys, values, mask, layer.scaling))
+            hidden = layer.attended(hidden, attention(query, keys, values, mask, layer.scaling))
+            hidden = layer.finish(hidden, into=layer.part_of(into))
         return self._logits(hidden)
 
     def prefill(
-        self, tokens: Tensor, positions: Tensor, mask: Tensor | None, cache: SlotCache, *, logits: bool
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        mask: Tensor | None,
+        cache: SlotCache,
+        *,
+        logits: bool,
+        into: Tensor | None = None,
+        follow: Tensor | None = None,
     ) -> Tensor | None:
         """Whole left-padded sequences, after `cache.begin_prefill`.
 
@@ -76,6 +97,8 @@ class TextTower:
             mask: [rows, 1, length, length], added to scores; None is plainly causal.
             cache: where keys and values go.
             logits: False when only keys and values are asked for.
+            into: int64 [routing layers, rows * length, top_k], where the experts chosen are written.
+            follow: as `into`, experts that are taken instead of choosing any; with `logits=False` only.
 
         Returns:
             Logits after each row's last token [rows, vocabulary], if asked for.
@@ -85,13 +108,24 @@ class TextTower:
         for index, (layer, slots) in enumerate(zip(self._layers, cache.kv, strict=True)):
             query, key, value = layer.project(hidden, cos, sin, length)
             slots.update(key, value)
-            if index == len(self._layers) - 1:
-                # Of the last layer one position a row is read, or none.
-                if not logits:
-                    return None
+            if index < len(self._layers) - 1:
+                hidden = layer.attended(hidden, attention(query, key, value, mask, layer.scaling))
+                hidden = layer.finish(hidden, into=layer.part_of(into), follow=layer.part_of(follow))
+                continue
+            # Of the last layer one position a row is read, or none.
+            if not logits:
+                return None
+            chosen = layer.part_of(into)
+            if chosen is None:
                 query, hidden = query[:, :, -1:], hidden.view(rows, length, -1)[:, -1]
                 mask = cos.new_zeros(rows, 1, 1, length) if mask is None else mask[:, :, -1:]
-            hidden = layer.finish(hidden, attention(query, key, value, mask, layer.scaling))
+            hidden = layer.attended(hidden, attention(query, key, value, mask, layer.scaling))
+            if chosen is not None:
+                # Every position has a route, though only the last one goes on to the experts.
+                layer.choose(hidden, chosen)
+                hidden = hidden.view(rows, length, -1)[:, -1]
+                chosen = chosen.view(rows, length, -1)[:, -1]
+            hidden = layer.finish(hidden, follow=chosen)
         return self._logits(hidden)
 
     def _begin(self, tokens: Tensor, positions: Tensor, last: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -112,7 +146,12 @@ class TextTower:
 
 
 class _Layer:
-    """One decoder layer; hidden states are [rows * length, hidden]."""
+    """One decoder layer; hidden states are [rows * length, hidden].
+
+    Attributes:
+        mixture: its experts; None in a dense layer.
+        place: which of the routing layers it is.
+    """
 
     def __init__(self, layer: Any) -> None:
         attend, mlp = layer.self_attn, layer.mlp
@@ -126,7 +165,14 @@ class _Layer:
         self._qkv_bias = None if projections[0].bias is None else _joined(projections, "bias")
         self._q_norm, self._k_norm = attend.q_norm, attend.k_norm
         self._out: nn.Linear = attend.o_proj
-        self._gate, self._up, self._down = mlp.gate_proj, mlp.up_proj, mlp.down_proj
+        self.place = 0
+        self.mixture = Mixture(mlp) if hasattr(mlp, "experts") else None
+        if self.mixture is None:
+            self._gate, self._up, self._down = mlp.gate_proj, mlp.up_proj, mlp.down_proj
+
+    def part_of(self, routes: Tensor | None) -> Tensor | None:
+        """This layer's part of [routing layers, tokens, top_k]; None for a dense layer."""
+        return None if routes is None or self.mixture is None else routes[self.place]
 
     def project(self, hidden: Tensor, cos: Tensor, sin: Tensor, length: int) -> tuple[Tensor, Tensor, Tensor]:
         """Query, key and value, each [rows, its heads, length, head_dim]."""
@@ -140,10 +186,20 @@ class _Layer:
         value = both.view(-1, length, both.shape[1], size)[:, :, rotated:].transpose(1, 2)
         return turned[:, :heads], turned[:, heads:], value
 
-    def finish(self, hidden: Tensor, mixed: Tensor) -> Tensor:
-        """The layer's output from its input and what attention gave, [rows, length, heads, head_dim]."""
-        hidden = _added(hidden, mixed.reshape(len(hidden), -1), self._out)
+    def attended(self, hidden: Tensor, mixed: Tensor) -> Tensor:
+        """The layer's input and what attention gave, [rows, length, heads, head_dim], together."""
+        return _added(hidden, mixed.reshape(len(hidden), -1), self._out)
+
+    def choose(self, hidden: Tensor, into: Tensor) -> None:
+        """Write the experts that `finish` would choose, int64 [tokens, top_k], and nothing else."""
+        assert self.mixture is not None
+        self.mixture.choose(_normed(hidden, self._after), into)
+
+    def finish(self, hidden: Tensor, into: Tensor | None = None, follow: Tensor | None = None) -> Tensor:
+        """The layer's output from what `attended` gave; for `into` and `follow` see `Mixture`."""
         normed = _normed(hidden, self._after)
+        if self.mixture is not None:
+            return hidden + self.mixture(normed, into, follow)
         inner = silu(linear(normed, self._gate.weight)).mul_(linear(normed, self._up.weight))
         return _added(hidden, inner, self._down)
 

@@ -66,6 +66,7 @@ class TransformersEngine:
         max_running: requests that decode together; more wait, first come first served.
         capacity_tokens: the longest prompt and response together; None is the model's context.
         torch_threads: threads of one operation.
+        capture_routes: tell with every generation which experts its tokens were sent to; of qwen3_moe only.
         log: where decisions are recorded, if anywhere.
         replay: events of a log to follow to the letter; after the last one the engine goes on live.
 
@@ -86,6 +87,7 @@ class TransformersEngine:
         max_running: int = 64,
         capacity_tokens: int | None = None,
         torch_threads: int = 1,
+        capture_routes: bool = False,
         log: EngineLog | None = None,
         replay: Iterable[Sequence[Any]] = (),
     ) -> None:
@@ -101,6 +103,7 @@ class TransformersEngine:
             capacity=capacity_tokens,
             weights=weights and version is not None,
             seed=seed,
+            capture=capture_routes,
         )
         self._batch = RunningBatch(self._network, max_running, NO_WEIGHTS if version is None else version)
         self._schedule = ReplaySchedule(replay) if (replay := list(replay)) else LiveSchedule()

@@ -26,6 +26,9 @@ class Packed:
             `rollout_logprobs`, `advantages`, `reference_logprobs` (float32).
         media: a row's media items (what omni_processor made), empty for a row without. Their arrays are
             read-only views of the bus's memory: copy what has to outlive the call.
+        routes: int16 or int32 [total, routing layers, top_k], the experts that each token was sent to when it
+            was sampled, to be replayed; -1 (all top_k of them) on the last token of every row and wherever
+            there is no route. None routes freely. See `relax.backends.routes`.
         dummy: it only keeps ranks in step: a copy of a real row with `loss_mask` 0. A rank runs forward and
             backward on it with `masked_out` for a loss; it is no part of counts, metrics, auxiliary losses
             or expert statistics.
@@ -36,6 +39,7 @@ class Packed:
     prompt_lengths: Tensor
     fields: Mapping[str, Tensor] = field(default_factory=dict)
     media: Sequence[Sequence[Mapping[str, Any]]] = ()
+    routes: Tensor | None = None
     dummy: bool = False
 
     @property

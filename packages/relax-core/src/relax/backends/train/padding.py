@@ -29,6 +29,12 @@ class Padded:
     predictors: Tensor
     targets: Tensor
 
+    def sources(self, batch: Packed) -> Tensor:
+        """int64 [rows * width]: the token of the batch at each place; where padded, the last of row 0."""
+        column = torch.arange(self.input_ids.shape[1], device=batch.tokens.device)
+        tokens = batch.offsets[:-1, None] + column
+        return torch.where(column < batch.offsets.diff()[:, None], tokens, batch.offsets[1] - 1).flatten()
+
 
 def pad(batch: Packed) -> Padded:
     """Lay out a micro-batch that `check` passed."""
@@ -104,6 +110,11 @@ def check(batch: Packed, *, vocabulary: int, context: int) -> None:
                 f"column {name!r} has shape {tuple(column.shape)}; it needs one entry for each of the "
                 f"{responses} response tokens"
             )
+    if batch.routes is not None and (batch.routes.ndim != 3 or len(batch.routes) != len(batch.tokens)):
+        raise BatchError(
+            f"routes have shape {tuple(batch.routes.shape)}; the {len(batch.tokens)} tokens of the batch "
+            f"need ({len(batch.tokens)}, routing layers, top_k)"
+        )
     if batch.media and len(batch.media) != batch.rows:
         raise BatchError(
             f"media lists {len(batch.media)} rows, the batch has {batch.rows}; give an empty list for text"

@@ -21,7 +21,7 @@ from relax.backends.train.base import Packed
 ATTENTION = "relax_shared_prompts"
 """The attention to build a model with. Without a `Folded` it is transformers' sdpa."""
 
-_FOLDING_MODELS = frozenset({"qwen3"})
+_FOLDING_MODELS = frozenset({"qwen3", "qwen3_moe"})
 # Below this share of the padded rectangle's places, what is saved outweighs the gathering.
 _WORTHWHILE = 0.95
 
@@ -48,7 +48,12 @@ class Folded:
     cells: Tensor
     homes: Tensor
 
-    def hidden_states(self, decoder: nn.Module) -> Tensor:
+    def sources(self, batch: Packed) -> Tensor:
+        """int64 [tokens]: the token of the batch at each place, of a shared prompt its first row's."""
+        width = self.cells.shape[1]
+        return batch.offsets[self.homes // width] + self.homes % width
+
+    def hidden_states(self, decoder: nn.Module, **arguments: Any) -> Tensor:
         """Last hidden state [1, tokens, hidden] of a model that `can_fold`, built with ATTENTION."""
         # A mask of four dimensions is handed on as it is; attention knows what sees what from `folded`.
         no_mask = torch.ones((1, 1, 1, 1), dtype=torch.bool, device=self.input_ids.device)
@@ -58,6 +63,7 @@ class Folded:
             attention_mask=no_mask,
             use_cache=False,
             folded=self,
+            **arguments,
         ).last_hidden_state
 
 
@@ -70,9 +76,12 @@ def can_fold(model: Any) -> bool:
 def fold(batch: Packed) -> Folded | None:
     """Fold a micro-batch that `padding.check` passed; None where that saves too little to pay.
 
-    Prompts are the same if their tokens are. The result depends on the micro-batch only.
+    Prompts are the same if their tokens and, where there are any, their routes are: members of a group that
+    different engines saw first may have gone to different experts. The result depends on the micro-batch
+    only.
     """
     device = batch.tokens.device
+    routes = None if batch.routes is None else batch.routes.cpu()
     tokens, offsets, prompts = batch.tokens.cpu(), batch.offsets.cpu(), batch.prompt_lengths.cpu()
     lengths = offsets.diff()
     different: dict[bytes, Tensor] = {}
@@ -82,6 +91,8 @@ def fold(batch: Packed) -> Folded | None:
     for offset, length in zip(offsets.tolist(), prompts.tolist(), strict=False):
         prompt = tokens[offset : offset + length]
         key = prompt.numpy().tobytes()
+        if routes is not None:
+            key += routes[offset : offset + length].numpy().tobytes()
         if key not in starts:
             starts[key] = size
             different[key] = prompt
