@@ -240,9 +240,9 @@ def test_a_model_whose_logits_are_capped_is_refused(text_folder, monkeypatch):
         TorchNative(text_folder, settings=TrainerSettings(lr=1e-3))
 
 
-def test_dtypes_that_lose_updates_are_refused(text_folder):
-    with pytest.raises(SettingsError, match="bfloat16"):
-        TorchNative(text_folder, settings=TrainerSettings(lr=1e-3), dtype=torch.bfloat16)
+def test_dtypes_that_cannot_be_trained_are_refused(text_folder):
+    with pytest.raises(SettingsError, match="int64 cannot be trained"):
+        TorchNative(text_folder, settings=TrainerSettings(lr=1e-3), dtype=torch.int64)
 
 
 def test_a_trainer_does_not_live_in_the_files_of_its_folder(text_folder, tmp_path):

@@ -2,11 +2,12 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import dcs
+import msgspec
 
 from relax.config.system import WeightSettings
 from relax.distributed.bus import Endpoint
@@ -16,6 +17,9 @@ if TYPE_CHECKING:
 
 POLL_SECONDS = 30.0
 """One wait for a version; nothing arriving in it is no fault, the wait is renewed."""
+
+FLOATING = ("float16", "bfloat16", "float32", "float64")
+
 
 LOOK_SECONDS = 0.5
 """Between two looks whether an engine that is waited for is lost; one that commits is noticed at once."""
@@ -67,12 +71,29 @@ class WeightPublisher:
     """
 
     def __init__(
-        self, endpoint: Endpoint, run: str, tensors: "Mapping[str, Tensor]", settings: WeightSettings
+        self,
+        endpoint: Endpoint,
+        run: str,
+        tensors: "Mapping[str, Tensor]",
+        settings: WeightSettings,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        session: str | None = None,
+        layout: "dcs.Layout | None" = None,
+        dtype: str | None = None,
     ) -> None:
+        """`rank`, `world_size`, `session` as of `dcs.Publisher`, for a trainer of many ranks; `layout` of its
+        tensors where they are parts of others. With a `dtype`, floating tensors travel in that.
+        """
+        layout = dcs.layout.of(tensors) if layout is None else layout
         self._publisher = dcs.Publisher(
             endpoint.address,
             run=run,
-            layout=dcs.layout.of(tensors),
+            rank=rank,
+            world_size=world_size,
+            session=session,
+            layout=layout if dtype is None else cast(layout, dtype),
             token=endpoint.token,
             wires=settings.wires,
             timeout=settings.timeout_seconds,
@@ -93,6 +114,14 @@ class WeightPublisher:
         self._last = self._publisher.publish(version, tensors)
         return before
 
+    def freeze(self, version: int, tensors: "Mapping[str, Tensor]") -> tuple[int, float]:
+        """`publish` of a rank that does not wait for engines, as its leader has done so: the bytes, and the
+        seconds that it took to freeze them.
+        """
+        self._last = self._publisher.publish(version, tensors)
+        stats = self._last.stats()
+        return stats.nbytes, stats.freeze_seconds
+
     def settle(self) -> dcs.Stats | None:
         """Wait until the newest version has been committed by every live subscriber that is not `away`;
         returns how that went, None before the first version.
@@ -112,6 +141,45 @@ class WeightPublisher:
 
     def close(self) -> None:
         self._publisher.close()
+
+
+class Publishing(Protocol):
+    """The Actor's versions, from wherever its weights are."""
+
+    away: frozenset[str]
+
+    def publish(self, version: int) -> dcs.Stats | None: ...
+
+    def settle(self) -> dcs.Stats | None: ...
+
+    def close(self) -> None: ...
+
+
+class LivePublisher(WeightPublisher):
+    """Publishes what `weights` gives at that moment."""
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        run: str,
+        weights: "Callable[[], Iterable[tuple[str, Tensor]]]",
+        settings: WeightSettings,
+        dtype: str | None = None,
+    ) -> None:
+        super().__init__(endpoint, run, dict(weights()), settings, dtype=dtype)
+        self._weights = weights
+
+    def publish(self, version: int, tensors: "Mapping[str, Tensor] | None" = None) -> dcs.Stats | None:
+        return super().publish(version, dict(self._weights()) if tensors is None else tensors)
+
+
+def cast(layout: "dcs.Layout", dtype: str) -> "dcs.Layout":
+    """A layout with its floating tensors in another dtype, in which they are frozen then."""
+    specs = (
+        msgspec.structs.replace(spec, dtype=dtype) if spec.dtype in FLOATING else spec
+        for spec in layout.tensors
+    )
+    return dcs.Layout(tuple(specs))
 
 
 def publish_metrics(stats: dcs.Stats) -> dict[str, float]:

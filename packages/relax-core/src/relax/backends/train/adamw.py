@@ -1,10 +1,10 @@
 """AdamW on named parameters: scale, clip and step in one go; moments are saved and loaded by name."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.utils import get_total_norm
 from torch.optim import AdamW
 
@@ -15,10 +15,22 @@ _MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 
 
 class ClippedAdamW:
-    """AdamW (Loshchilov and Hutter, 2019). A parameter without a gradient stays as it is."""
+    """AdamW (Loshchilov and Hutter, 2019). A parameter without a gradient stays as it is.
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], settings: TrainerSettings) -> None:
+    Args:
+        parameters: leaf tensors; a rank's shards of larger ones have as many dimensions as those.
+        settings: betas, eps, decay, the limit of the norm.
+        total_norm: the L2 norm over all gradients; that over all ranks where these are shards.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, Tensor],
+        settings: TrainerSettings,
+        total_norm: Callable[[Sequence[Tensor]], Tensor] = get_total_norm,
+    ) -> None:
         self._parameters = dict(parameters)
+        self._total_norm = total_norm
         self._limit = settings.clip_grad_norm
         decayed = [p for p in parameters.values() if p.ndim >= 2]
         others = [p for p in parameters.values() if p.ndim < 2]
@@ -42,7 +54,7 @@ class ClippedAdamW:
             The norm after scaling and before clipping. If it is not finite, only the gradients were dropped.
         """
         gradients = [p.grad for p in self._parameters.values() if p.grad is not None]
-        norm = float(get_total_norm(gradients)) * scale
+        norm = float(self._total_norm(gradients)) * scale
         if math.isfinite(norm):
             clipped = scale if self._limit is None or norm <= self._limit else scale * self._limit / norm
             for gradient in gradients:

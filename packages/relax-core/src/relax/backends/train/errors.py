@@ -47,3 +47,15 @@ class ExportError(TrainError):
 
 class UnknownBackendError(TrainError, LookupError):
     """No training backend has this name or import path."""
+
+
+class RankFailed(TrainError, RuntimeError):
+    """A rank of the trainer raised, died or fell silent; the message names it and the cause.
+
+    Attributes:
+        rank: which; -1 for several or none in particular.
+    """
+
+    def __init__(self, message: str, rank: int = -1) -> None:
+        super().__init__(message)
+        self.rank = rank

@@ -1,10 +1,13 @@
 """A trained model as a Hugging Face folder, with everything beside the weights that its source folder had."""
 
+import contextlib
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from relax.backends.train.errors import ExportError
@@ -13,7 +16,9 @@ _COMPANIONS = {".json", ".jinja", ".txt", ".model"}
 """Suffixes of tokenizer, chat template, processor and generation files."""
 
 
-def export_model(model: PreTrainedModel, *, source: Path, target: Path) -> None:
+def export_model(
+    model: PreTrainedModel, *, source: Path, target: Path, tensors: Mapping[str, Tensor] | None = None
+) -> None:
     """Write config, safetensors and the companions of `source` to `target`, whole or not at all.
 
     Tied weights are written once. transformers loads the folder with the same logits, bit for bit.
@@ -22,6 +27,19 @@ def export_model(model: PreTrainedModel, *, source: Path, target: Path) -> None:
         model: what to write, in its own dtype.
         source: the folder the model came from.
         target: made by this call; may exist if empty.
+        tensors: the weights by name, where they are not those of the model.
+
+    Raises:
+        ExportError: the target holds something, or is no folder.
+    """
+    with export_folder(source=source, target=target) as made:
+        model.save_pretrained(made, state_dict=None if tensors is None else dict(tensors))
+
+
+@contextlib.contextmanager
+def export_folder(*, source: Path, target: Path) -> Iterator[Path]:
+    """A folder with the companions of `source` to write config and weights into; it becomes `target` at the
+    end of the block, or nothing does.
 
     Raises:
         ExportError: the target holds something, or is no folder.
@@ -37,5 +55,5 @@ def export_model(model: PreTrainedModel, *, source: Path, target: Path) -> None:
             weights = path.name.endswith(".index.json")
             if path.is_file() and path.suffix in _COMPANIONS and path.name != "config.json" and not weights:
                 shutil.copyfile(path, made / path.name)
-        model.save_pretrained(made)
+        yield made
         os.replace(made, target)

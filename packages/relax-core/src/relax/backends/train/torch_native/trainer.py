@@ -1,40 +1,64 @@
-"""The `torch_native` backend: a Hugging Face model trained by plain PyTorch in one process.
+"""`torch_native` in one process; `rank` makes many of it.
 
-The model stays in evaluation mode: an importance ratio compares two distributions, and dropout would change
-one of them.
+What is trained is the `Policy` of a folder; what is stepped are its `Masters`.
 """
 
 import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from relax.algorithms.spec import LossInputs, LossOutputs
-from relax.backends.models import ModelFolderError, build_model, named_weights, text_config, unsampled_tokens
-from relax.backends.train import shared_prompts, vision
+from relax.backends.models import named_weights
 from relax.backends.train.adamw import ClippedAdamW, require_like
-from relax.backends.train.base import LossFn, Packed, StateTree, StepStats
+from relax.backends.train.base import LossFn, Packed, StateTree, StepStats, masked_out
 from relax.backends.train.errors import (
     BatchError,
     NonFiniteError,
     SettingsError,
     StateMismatchError,
     StepOrderError,
-    UntrainableModelError,
 )
 from relax.backends.train.export import export_model
-from relax.backends.train.padding import UNSCORED, Padded, check, pad, required, scored_targets
-from relax.backends.train.rms_norm import use_fused_norms
+from relax.backends.train.padding import required
 from relax.backends.train.settings import TrainerSettings, learning_rate
-from relax.backends.train.shared_prompts import Folded
+from relax.backends.train.state_files import read_state, write_state
+from relax.backends.train.torch_native.adapters import Adapters, own_name
+from relax.backends.train.torch_native.checkpointing import recompute_layers
+from relax.backends.train.torch_native.masters import FloatCopies, Masters, OwnParameters
+from relax.backends.train.torch_native.policy import Policy, load_model
+from relax.config.lora import LoraSettings
+from relax.config.roles import ActorSettings
 
 NAME = "torch_native"
 STATE_VERSION = 1
-_WEIGHT, _POLICY, _WARMUP, _RNG = "weight", "optimizer", "warmup_optimizer", "rng"
+WEIGHT, POLICY, WARMUP, RNG = "weight", "optimizer", "warmup_optimizer", "rng"
+
+
+@dataclasses.dataclass(frozen=True)
+class NativeOptions:
+    """What torch_native can do beside the plain thing; as `ActorSettings` explains.
+
+    Attributes:
+        master_weights: with half precision, float32 copies are stepped.
+        gradient_checkpointing: activations are computed again in the backward pass.
+        packing: rows lie end to end.
+        lora: adapters, with a rank above 0.
+    """
+
+    master_weights: bool = True
+    gradient_checkpointing: bool = False
+    packing: bool = False
+    lora: LoraSettings = dataclasses.field(default_factory=LoraSettings)
+
+
+def options_of(actor: ActorSettings) -> NativeOptions:
+    """What the `actor` section asks for."""
+    return NativeOptions(actor.master_weights, actor.gradient_checkpointing, actor.packing, actor.lora)
 
 
 class TorchNative:
@@ -45,11 +69,12 @@ class TorchNative:
     Args:
         folder: a Hugging Face model folder; without weights they are drawn from `seed`.
         settings: optimizer, schedule, temperature.
-        dtype: float32, or float64 for reference results. Half precision would lose small updates without
-            master weights.
+        dtype: of parameters in forward and backward: float32, bfloat16 or float16, or float64 for reference
+            results.
         device: a torch device.
         seed: of weights that the folder does not hold, and of torch's global generator.
         torch_threads: intra-op threads of the whole process; None leaves them as they are.
+        options: see `NativeOptions`.
 
     Raises:
         UntrainableModelError: the folder holds no model that this backend can train.
@@ -65,10 +90,12 @@ class TorchNative:
         device: str | torch.device = "cpu",
         seed: int = 0,
         torch_threads: int | None = 1,
+        options: NativeOptions | None = None,
     ) -> None:
-        if dtype not in (torch.float32, torch.float64):
+        if not dtype.is_floating_point or dtype.itemsize < 2:
             raise SettingsError(
-                f"dtype {dtype} cannot be trained; use torch.float32 (or float64 for references)"
+                f"dtype {dtype} cannot be trained; use torch.float32, torch.bfloat16 or torch.float16 (or "
+                f"float64 for references)"
             )
         self.device = torch.device(device)
         if self.device.type == "cuda" and not torch.cuda.is_available():
@@ -77,38 +104,46 @@ class TorchNative:
             torch.set_num_threads(torch_threads)
         self.folder = Path(folder)
         self.settings = settings
-        try:
-            self.model = build_model(self.folder, dtype, seed=seed, attention=shared_prompts.ATTENTION)
-        except ModelFolderError as error:
-            raise UntrainableModelError(str(error)) from error
-        nn.Module.to(self.model, self.device)
-        # Loaded weights are a mapping of the file: a trainer must not feel it when the folder goes.
-        for parameter in self.model.parameters():
-            parameter.data = parameter.data.clone()
-        use_fused_norms(self.model)
+        self.options = options or NativeOptions()
+        self.model = load_model(self.folder, dtype, seed, self.device)
+        self._adapters = Adapters(self.model, self.options.lora, seed) if self.options.lora.rank > 0 else None
+        if self.options.gradient_checkpointing:
+            recompute_layers(self.model)
         # torch seeds every process differently, so that the states of equal runs would differ.
         torch.manual_seed(seed)
-        config = text_config(self.model.config)
-        self._vocabulary = int(config.vocab_size)
-        self._context = int(config.max_position_embeddings)
-        self._head = self._plain_head()
-        self._can_fold = shared_prompts.can_fold(self.model)
-        never = unsampled_tokens(self.model.config)
-        self._unsampled = torch.tensor(never, device=self.device) if never else None
-        self._parameters = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
-        self._optimizer = ClippedAdamW(self._parameters, settings)
+        policy = Policy(self.model, self.folder, settings.temperature, self.options.packing)
+        self._policy = self._spread(policy)
+        self._masters = self._make_masters()
+        self._optimizer = self._make_optimizer()
         self._warmup: ClippedAdamW | None = None
         self._steps = 0
         self._accumulated = 0
 
-    @property
-    def _kind(self) -> str:
-        return f"{self.folder} (a {self.model.config.model_type})"
+    # What a rank of many does otherwise
+
+    def _spread(self, policy: Policy) -> nn.Module:
+        return policy
+
+    def _make_masters(self) -> Masters:
+        trained = self._trained()
+        halves = any(p.dtype.itemsize < 4 for p in trained.values())
+        return FloatCopies(trained) if halves and self.options.master_weights else OwnParameters(trained)
+
+    def _make_optimizer(self) -> ClippedAdamW:
+        return ClippedAdamW(self._masters.named, self.settings)
+
+    def _trained(self) -> dict[str, nn.Parameter]:
+        return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
 
     @property
     def steps(self) -> int:
         """Optimizer steps done; skipped ones and warm-up steps do not count."""
         return self._steps
+
+    @property
+    def adapters(self) -> Adapters | None:
+        """The adapters, where there are some."""
+        return self._adapters
 
     @torch.no_grad()
     def forward(self, batch: Packed) -> Tensor:
@@ -120,7 +155,7 @@ class TorchNative:
             BatchError: the batch contradicts itself or does not fit the model; with a `loss_mask`, also where
                 that marks a token that stands for media.
         """
-        return self._logprobs(self._on_device(batch)).float()
+        return self._policy(self._on_device(batch)).float()
 
     def forward_backward(self, batch: Packed, loss: LossFn) -> LossOutputs:
         """Accumulate the gradient of the unscaled loss sum of one micro-batch.
@@ -135,9 +170,9 @@ class TorchNative:
         """
         batch = self._on_device(batch)
         mask, old, advantages = (required(batch, n) for n in ("loss_mask", "rollout_logprobs", "advantages"))
-        outputs = loss(
+        outputs = (masked_out if batch.dummy else loss)(
             LossInputs(
-                logprobs=self._logprobs(batch),
+                logprobs=self._policy(batch),
                 old_logprobs=old,
                 advantages=advantages,
                 mask=mask,
@@ -179,16 +214,24 @@ class TorchNative:
         if not (math.isfinite(scale) and scale > 0):
             raise BatchError(f"scale is {scale}; it has to be 1 / a global count above 0")
         lr = learning_rate(self.settings, self._steps)
-        norm = self._optimizer.step(scale, lr)
+        norm = self._step(self._optimizer, scale, lr)
         self._accumulated = 0
         skipped = not math.isfinite(norm)
         self._steps += not skipped
         return StepStats(grad_norm=norm, lr=lr, skipped=skipped)
 
+    def _step(self, optimizer: ClippedAdamW, scale: float, lr: float) -> float:
+        """Step once; the norm of the scaled gradient, which is gone now."""
+        self._masters.collect()
+        norm = optimizer.step(scale, lr)
+        if math.isfinite(norm):
+            self._masters.stepped()
+        self._masters.drop()
+        return norm
+
     def discard_gradient(self) -> None:
         """Forget what `forward_backward` has accumulated since the last step, if anything."""
-        for parameter in self._parameters.values():
-            parameter.grad = None
+        self._masters.drop()
         self._accumulated = 0
 
     def supervised_step(self, batch: Packed, lr: float) -> float:
@@ -202,146 +245,154 @@ class TorchNative:
             BatchError: no token is marked, or the batch does not fit.
             NonFiniteError: the gradient is NaN or infinite; nothing was changed.
         """
-        if self._accumulated:
-            raise StepOrderError(
-                f"supervised_step between {self._accumulated} forward_backward and their optim_step"
-            )
-        batch = self._on_device(batch)
+        self._require_no_gradient("supervised_step")
         mask = required(batch, "loss_mask")
         count = int(mask.count_nonzero())
         if count == 0:
             raise BatchError(
                 f"loss_mask marks none of {len(mask)} response tokens, so there is nothing to learn"
             )
-        loss = -(self._logprobs(batch) * mask).sum()
+        loss = self.supervised_backward(batch)
+        self.supervised_finish(lr, count, loss / count)
+        return loss / count
+
+    def supervised_backward(self, batch: Packed) -> float:
+        """Accumulate the gradient of the summed cross-entropy of one micro-batch; the sum."""
+        batch = self._on_device(batch)
+        if self._adapters is not None:
+            self._adapters.dropout(True)
+        logprobs = self._policy(batch)
+        if self._adapters is not None:
+            self._adapters.dropout(False)
+        loss = -(logprobs * required(batch, "loss_mask")).sum()
         loss.backward()
+        return float(loss.detach())
+
+    def supervised_finish(self, lr: float, count: int, mean: float) -> None:
+        """Step the warm-up's optimizer on what was accumulated."""
         if self._warmup is None:
-            self._warmup = ClippedAdamW(self._parameters, self.settings)
-        norm = self._warmup.step(1 / count, lr)
-        mean = float(loss.detach()) / count
+            self._warmup = self._make_optimizer()
+        norm = self._step(self._warmup, 1 / count, lr)
         if not math.isfinite(norm):
             raise NonFiniteError(f"warm-up gradient norm is {norm} (mean loss {mean}); lower its lr, {lr}")
-        return mean
+
+    def _require_no_gradient(self, verb: str) -> None:
+        if self._accumulated:
+            raise StepOrderError(f"{verb} between {self._accumulated} forward_backward and their optim_step")
+
+    # The weights as others see them
 
     def tensors(self) -> Iterable[tuple[str, Tensor]]:
-        """The weights by Hugging Face name, tied ones once; live memory that the next step changes."""
-        return named_weights(self.model)
+        """The weights by Hugging Face name, tied ones once; live memory that the next step changes, but for
+        weights with an adapter, which are merged anew.
+        """
+        for name, weight in self.base_tensors():
+            yield name, weight if self._adapters is None else self._adapters.merged(name, weight)
+
+    def base_tensors(self) -> Iterable[tuple[str, Tensor]]:
+        """The weights by Hugging Face name, without adapters."""
+        for name, weight in named_weights(self.model):
+            if (own := own_name(name)) is not None:
+                yield own, weight
+
+    # State
 
     def state(self) -> StateTree:
-        """A copy, on the CPU, of weights, optimizer moments, step counts and torch's random state.
+        """A copy, on the CPU, of trained weights, optimizer moments, step counts and torch's random state.
 
         Raises:
             StepOrderError: a gradient waits for its `optim_step`; it is no part of a state.
         """
-        if self._accumulated:
-            raise StepOrderError(f"state between {self._accumulated} forward_backward and their optim_step")
-        parts = {
-            _WEIGHT: dict(named_weights(self.model)),
-            _POLICY: self._optimizer.moments(),
-            _WARMUP: self._warmup.moments() if self._warmup else {},
-            _RNG: {"torch": torch.get_rng_state()},
-        }
+        self._require_no_gradient("state")
         tensors = {
-            f"{part}.{name}": tensor.detach().to("cpu", copy=True).contiguous()
-            for part, named in parts.items()
-            for name, tensor in named.items()
+            key: tensor.detach().to("cpu", copy=True).contiguous() for key, tensor in self._saved().items()
         }
-        return StateTree(tensors, {"backend": NAME, "version": STATE_VERSION, "steps": self._steps})
+        tensors[f"{RNG}.torch"] = torch.get_rng_state()
+        return StateTree(tensors, self._data())
 
-    @torch.no_grad()
+    def _data(self) -> dict[str, Any]:
+        return {"backend": NAME, "version": STATE_VERSION, "steps": self._steps}
+
+    def _saved(self) -> dict[str, Tensor]:
+        """What a state holds but for random states: weights and moments by part and name; live memory."""
+        parts = {
+            WEIGHT: self._weights(),
+            POLICY: self._optimizer.moments(),
+            WARMUP: self._warmup.moments() if self._warmup else {},
+        }
+        return {f"{part}.{name}": tensor for part, named in parts.items() for name, tensor in named.items()}
+
+    def _weights(self) -> dict[str, Tensor]:
+        """The weights that a state holds, as they are stepped: all, or with adapters only those."""
+        masters = {name: master.detach() for name, master in self._masters.named.items()}
+        if self._adapters is not None:
+            return masters
+        return {name: masters.get(name, weight) for name, weight in named_weights(self.model)}
+
     def load_state(self, state: StateTree) -> None:
-        """Go on from a state, bit for bit, under the settings of this object. `tensors()` keep their memory.
+        """Continue from a state, bit for bit; a gradient that was accumulated is dropped.
 
         Raises:
             StateMismatchError: the state is of another backend, version or model; nothing was changed.
         """
-        made_by = (state.data.get("backend"), state.data.get("version"))
-        if made_by != (NAME, STATE_VERSION):
-            raise StateMismatchError(f"state is of {made_by}, this backend reads {(NAME, STATE_VERSION)}")
-        steps = state.data.get("steps")
-        if not isinstance(steps, int) or steps < 0:
-            raise StateMismatchError(f"state has done {steps!r} steps; that has to be a whole number >= 0")
-        parts: dict[str, dict[str, Tensor]] = {_WEIGHT: {}, _POLICY: {}, _WARMUP: {}, _RNG: {}}
+        parts: dict[str, dict[str, Tensor]] = {WEIGHT: {}, POLICY: {}, WARMUP: {}, RNG: {}}
         for key, tensor in state.tensors.items():
             part, _, name = key.partition(".")
             if part not in parts:
                 raise StateMismatchError(f"state tensor {key!r} belongs to none of {sorted(parts)}")
             parts[part][name] = tensor
-        weights = dict(named_weights(self.model))
-        foreign = sorted(parts[_WEIGHT].keys() - weights.keys())
+        require_like("torch", parts[RNG].get("torch"), torch.get_rng_state())
+        self._take(state.data, parts, parts[RNG]["torch"])
+
+    def _take(
+        self, data: Mapping[str, Any], parts: Mapping[str, Mapping[str, Tensor]], random: Tensor
+    ) -> None:
+        """Go on from weights and moments of this rank's own shapes; checks all before it changes any."""
+        made_by = (data.get("backend"), data.get("version"))
+        if made_by != (NAME, STATE_VERSION):
+            raise StateMismatchError(f"state is of {made_by}, this backend reads {(NAME, STATE_VERSION)}")
+        steps = data.get("steps")
+        if not isinstance(steps, int) or steps < 0:
+            raise StateMismatchError(f"state has done {steps!r} steps; that has to be a whole number >= 0")
+        weights = self._weights()
+        foreign = sorted(parts[WEIGHT].keys() - weights.keys())
         if foreign:
             raise StateMismatchError(f"state has weights {foreign[:3]}, which {self.folder} lacks")
         for name, tensor in weights.items():
-            require_like(name, parts[_WEIGHT].get(name), tensor)
-        require_like("torch", parts[_RNG].get("torch"), torch.get_rng_state())
-        self._optimizer.require_fitting(parts[_POLICY])
-        warmup = ClippedAdamW(self._parameters, self.settings) if parts[_WARMUP] else None
+            require_like(name, parts[WEIGHT].get(name), tensor)
+        self._optimizer.require_fitting(parts[POLICY])
+        warmup = self._make_optimizer() if parts[WARMUP] else None
         if warmup is not None:
-            warmup.require_fitting(parts[_WARMUP])
-            warmup.load(parts[_WARMUP])
+            warmup.require_fitting(parts[WARMUP])
+            warmup.load(parts[WARMUP])
 
-        for name, tensor in weights.items():
-            tensor.copy_(parts[_WEIGHT][name])
-        self._optimizer.load(parts[_POLICY])
+        with torch.no_grad():
+            for name, tensor in weights.items():
+                tensor.copy_(parts[WEIGHT][name])
+        self._masters.stepped()
+        self._optimizer.load(parts[POLICY])
         self._warmup = warmup
-        self.model.zero_grad(set_to_none=True)
-        torch.set_rng_state(parts[_RNG]["torch"])
+        self._masters.drop()
+        torch.set_rng_state(random)
         self._steps = steps
         self._accumulated = 0
 
+    def save(self, folder: Path) -> None:
+        """Write the state into a folder, which is made."""
+        write_state(folder, self.state())
+
+    def load(self, folder: Path) -> None:
+        """Go on from what `save` wrote, here or on many ranks."""
+        from relax.backends.train.torch_native.shard_files import is_sharded, read_whole
+
+        self.load_state(read_whole(folder) if is_sharded(folder) else read_state(folder))
+
     def export(self, folder: Path) -> None:
-        """Write a Hugging Face folder that transformers loads with the same logits; see `export_model`."""
-        export_model(self.model, source=self.folder, target=Path(folder))
-
-    # How logprobs come about
-
-    def _logprobs(self, batch: Packed) -> Tensor:
-        check(batch, vocabulary=self._vocabulary, context=self._context)
-        folds = self._can_fold and not any(batch.media)
-        layout = (shared_prompts.fold(batch) if folds else None) or pad(batch)
-        targets = layout.targets
-        if self._unsampled is not None:
-            targets = scored_targets(batch, targets, self._unsampled)
-        hidden = self._hidden(layout, batch)
-        # Only positions that predict a response token meet the head: vocabularies are large.
-        logits = self._head(hidden.flatten(0, 1).index_select(0, layout.predictors))
-        if self.settings.temperature != 1.0:
-            logits = logits / self.settings.temperature
-        if self._unsampled is not None:
-            # In place: logits are the largest tensor of a step, and the backward of the head does not read
-            # them.
-            logits.index_fill_(1, self._unsampled, -torch.inf)
-        # An ignored target gives 0 with gradient 0, where its logprob of -inf would make the loss NaN.
-        return -functional.cross_entropy(logits, targets, reduction="none", ignore_index=UNSCORED)
-
-    def _hidden(self, layout: Folded | Padded, batch: Packed) -> Tensor:
-        if isinstance(layout, Folded):
-            return layout.hidden_states(self.model.get_decoder())
-        if any(batch.media):
-            if self.model.config.model_type != vision.MODEL_TYPE:
-                raise BatchError(
-                    f"the batch has media, which {self._kind} cannot see; use a {vision.MODEL_TYPE}"
-                )
-            return vision.hidden_states(self.model, layout.input_ids, batch.media)
-        return self.model.get_decoder()(input_ids=layout.input_ids, use_cache=False).last_hidden_state
-
-    @torch.no_grad()
-    def _plain_head(self) -> nn.Module:
-        """The output layer, shown to be all there is between the last hidden state and the logits."""
-        head: nn.Module | None = self.model.get_output_embeddings()
-        if head is None:
-            raise UntrainableModelError(f"{self._kind} has no output layer to read logprobs from")
-        # Some families cap or rescale logits after it: better to find out than to keep a list of them.
-        tokens = torch.arange(min(4, self._vocabulary), device=self.device)[None]
-        whole = self.model(input_ids=tokens, use_cache=False).logits
-        ours = head(self.model.get_decoder()(input_ids=tokens, use_cache=False).last_hidden_state)
-        if not torch.allclose(whole, ours, rtol=1e-4, atol=1e-5):
-            raise UntrainableModelError(
-                f"the logits of {self._kind} are not just its output layer (they differ by "
-                f"{float((whole - ours).abs().max()):.3g}); torch_native "
-                f"cannot train it"
-            )
-        return head
+        """Write a Hugging Face folder that transformers loads with the same logits; see `export_model`.
+        Adapters are merged.
+        """
+        merged = None if self._adapters is None else dict(self.tensors())
+        export_model(self.model, source=self.folder, target=Path(folder), tensors=merged)
 
     def _on_device(self, batch: Packed) -> Packed:
         if self.device.type == "cpu":
@@ -352,4 +403,5 @@ class TorchNative:
             offsets=batch.offsets.to(self.device),
             prompt_lengths=batch.prompt_lengths.to(self.device),
             fields={name: column.to(self.device) for name, column in batch.fields.items()},
+            routes=None if batch.routes is None else batch.routes.to(self.device),
         )
