@@ -77,6 +77,8 @@ def build_model(
     """
     config = load_config(folder)
     dtype = torch_dtype(dtype)
+    if dtype == torch.float64:  # the grouped matrix product of experts has no float64
+        config._experts_implementation = "eager"
     model_class = _model_class(config)
     if weights and has_weights(folder):
         model, info = model_class.from_pretrained(
