@@ -4,6 +4,7 @@ from dataclasses import asdict
 
 import dcs
 
+from relax.backends.inference.base import EngineSpec
 from relax.backends.inference.log import EngineLog
 from relax.backends.inference.registry import engine_class
 from relax.components.context import RunContext
@@ -15,24 +16,36 @@ from relax.engine.pool import PooledEngine
 class EngineHost:
     """Owns an engine; `run` follows the weights until cancelled."""
 
-    def __init__(self, context: RunContext, name: str) -> None:
-        config = context.config
+    def __init__(self, context: RunContext, name: str, engine: PooledEngine, log: EngineLog) -> None:
         self.name = name
+        self.engine = engine
         self._context = context
+        self._log = log
         self._record = Record(context.schedule / f"{name}.jsonl")
         self._arrivals = Record(context.folder / "weights.jsonl")
-        self._log = EngineLog()
-        replay = None
+
+    @classmethod
+    async def create(cls, context: RunContext, name: str) -> "EngineHost":
+        """Make the engine of a run's replica. Raises what the engine's class raises."""
+        config = context.config
+        log = EngineLog()
+        replay = ()
         if context.replay is not None:
             replay = [event["event"] for event in read(context.replay / f"{name}.jsonl")]
-        self.engine: PooledEngine = engine_class(config.rollout.engine)(
-            context.model,
+        spec = EngineSpec(
+            name=name,
+            folder=context.model,
             dtype=config.model.dtype,
             max_running=config.rollout.max_running,
             capacity_tokens=config.model.context_length,
-            log=self._log,
-            replay=replay or (),
+            seed=config.seed,
+            log=log,
+            replay=replay,
+            run_folder=context.folder,
+            settings=config.rollout,
+            routes=config.actor.routing_replay,
         )
+        return cls(context, name, await engine_class(config.rollout.engine).create(spec), log)
 
     async def run(self) -> None:
         """Commit every version that is published. Ends only by being cancelled, or by a fault."""

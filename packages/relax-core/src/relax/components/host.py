@@ -35,7 +35,13 @@ class RoleHost:
     async def build(self) -> None:
         """Load what the role needs; heavy, in a thread so that the process still answers."""
         try:
-            self._loop = await asyncio.to_thread(self._assemble)
+            if self.role.startswith("engine-"):
+                from relax.components.engine_host import EngineHost
+
+                keep_freed_memory()
+                self._loop = await EngineHost.create(self._context, self.role)
+            else:
+                self._loop = await asyncio.to_thread(self._assemble)
         finally:
             self._built.set()
 
@@ -48,10 +54,6 @@ class RoleHost:
                 return assembly.advantages(self._context)
             case "reference":
                 return assembly.reference(self._context)
-            case "engine":
-                from relax.components.engine_host import EngineHost
-
-                return EngineHost(self._context, self.role)
             case "rollout":
                 return assembly.rollout(self._context, self._engines, self._reports)
             case _:

@@ -1,10 +1,14 @@
 """What an inference engine does for the rollout: generate, and take new weights between two decode steps."""
 
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from agentic import Generation, GenerationRequest
+
+from relax.backends.inference.log import EngineLog, Event
+from relax.config.roles import RolloutSettings
 
 if TYPE_CHECKING:  # this module is read by processes that never load torch
     from torch import Tensor
@@ -44,8 +48,48 @@ class Health:
     busy_seconds: float
 
 
+@dataclass(frozen=True)
+class EngineSpec:
+    """What an engine is made from.
+
+    Attributes:
+        name: of the replica: `engine-0` and so on.
+        folder: the model, in Hugging Face layout; it may hold no weights, as they come with the first
+            version.
+        dtype: of weights, activations and KV: a torch dtype's name.
+        max_running: requests that decode together; more wait.
+        capacity_tokens: the longest prompt and response together; None is the model's context.
+        seed: the run's.
+        log: where the engine's decisions are recorded, if it is one that can be replayed.
+        replay: events of a log to follow to the letter; empty: none.
+        run_folder: the run's; what an engine leaves there lies in `logs/`.
+        settings: of the rollout.
+        routes: tell with every generation which experts its tokens were sent to.
+    """
+
+    name: str
+    folder: Path
+    dtype: str = "float32"
+    max_running: int = 64
+    capacity_tokens: int | None = None
+    seed: int = 0
+    log: EngineLog = field(default_factory=EngineLog)
+    replay: Sequence[Event] = ()
+    run_folder: Path = Path()
+    settings: RolloutSettings = field(default_factory=RolloutSettings)
+    routes: bool = False
+
+    @property
+    def number(self) -> int:
+        """Which of the replicas, from 0: the number that the name ends with; 0 for a name without one."""
+        digits = self.name.rpartition("-")[2]
+        return int(digits) if digits.isdecimal() else 0
+
+
 class InferenceEngine(Protocol):
-    """One replica. All calls are safe from one event loop; computation runs in the engine's own thread."""
+    """One replica. All calls are safe from one event loop; computation runs in the engine's own thread, or
+    in a server of its own. A registered engine is an `EngineClass`.
+    """
 
     def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[FinishedGeneration]:
         """Generate for all requests, yielding each as it finishes. The requests of one call are admitted
@@ -73,3 +117,16 @@ class InferenceEngine(Protocol):
     async def health(self) -> Health: ...
 
     async def close(self) -> None: ...
+
+
+class EngineClass(Protocol):
+    """What is registered as an engine: a class of engines."""
+
+    async def create(self, spec: EngineSpec) -> InferenceEngine:
+        """An engine that is ready, but serves nothing before its first version (a class method). Leaves
+        nothing behind when it fails.
+
+        Raises:
+            EngineError: it cannot be made of this.
+        """
+        ...

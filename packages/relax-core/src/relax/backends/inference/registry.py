@@ -7,7 +7,10 @@ from relax.registry import Registry
 
 ENGINES = Registry(
     "engine",
-    {"transformers": "relax.backends.inference.transformers_engine:TransformersEngine"},
+    {
+        "transformers": "relax.backends.inference.transformers_engine:TransformersEngine",
+        "sglang": "relax.backends.inference.sglang.engine:SglangEngine",
+    },
     UnknownEngine,
 )
 

@@ -6,14 +6,14 @@ import time
 import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
 from agentic import Generation, GenerationRequest
 from torch import Tensor
 
-from relax.backends.inference.base import FinishedGeneration, Health, UpdateReport
+from relax.backends.inference.base import EngineSpec, FinishedGeneration, Health, UpdateReport
 from relax.backends.inference.batch import RunningBatch
 from relax.backends.inference.errors import (
     EngineClosed,
@@ -127,6 +127,20 @@ class TransformersEngine:
 
         self._thread = threading.Thread(target=self._compute, name="relax-engine", daemon=True)
         self._thread.start()
+
+    @classmethod
+    async def create(cls, spec: EngineSpec) -> Self:
+        """An engine of a run; see `InferenceEngine.create`. Raises as the class does."""
+        return await asyncio.to_thread(
+            cls,
+            spec.folder,
+            dtype=spec.dtype,
+            max_running=spec.max_running,
+            capacity_tokens=spec.capacity_tokens,
+            capture_routes=spec.routes,
+            log=spec.log,
+            replay=spec.replay,
+        )
 
     def generate(self, requests: Sequence[GenerationRequest]) -> GenerationStream:
         """Ask for generations; the requests are queued, together and in order, before this returns.

@@ -1,0 +1,77 @@
+"""Runs a server and ends it, with all that it has started, when its owner is gone: `python guard.py COMMAND`.
+
+Its standard input is a pipe that the owner holds open. The end of that pipe, or of the process that started
+this one, ends the server: however the owner dies, SIGKILL included. Orphans of the server become children of
+this process, so none is left behind. It exits with the server's own code (128 and the signal for one that
+was killed). Standard library only: it starts in some 30 ms, and is as small.
+"""
+
+import contextlib
+import ctypes
+import os
+import select
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+_SET_DEATH_SIGNAL, _SET_SUBREAPER = 1, 36  # prctl(2)
+
+
+def main(command: list[str]) -> int:
+    for ignored in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
+        signal.signal(ignored, signal.SIG_IGN)
+    prctl = ctypes.CDLL(None, use_errno=True).prctl
+    if prctl(_SET_SUBREAPER, 1, 0, 0, 0):
+        print(f"the guard cannot adopt orphans: errno {ctypes.get_errno()}", file=sys.stderr)
+        return 70
+    owner = os.pidfd_open(os.getppid())
+
+    def prepare() -> None:
+        prctl(_SET_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
+        for reset in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
+            signal.signal(reset, signal.SIG_DFL)
+
+    try:
+        server = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=prepare)
+    except OSError as error:
+        print(f"{command[0]!r} cannot be run: {error}", file=sys.stderr)
+        return 127
+    _wait(owner, server.pid)
+    code = server.poll()
+    _end_all()
+    if code is None:
+        return 0  # ended on purpose
+    return code if code >= 0 else 128 - code
+
+
+def _wait(owner: int, server: int) -> None:
+    """Until the owner, its end of the pipe, or the server is gone."""
+    poll = select.poll()
+    for descriptor in (owner, os.pidfd_open(server)):
+        poll.register(descriptor, select.POLLIN)
+    poll.register(0, 0)  # a hang-up is always told
+    poll.poll()
+
+
+def _end_all() -> None:
+    """Kill and reap until there is no descendant left; what is orphaned meanwhile becomes a child."""
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            for pid in _descendants(os.getpid()):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            os.waitpid(-1, 0)
+
+
+def _descendants(pid: int) -> list[int]:
+    found: list[int] = []
+    for children in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            for child in children.read_text().split():
+                found += [int(child), *_descendants(int(child))]
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,167 @@
+"""What a server serves, told by its model folder without loading it: weights, vocabulary, context, routes."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from agentic import GenerationRequest
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from relax.backends.inference.errors import EngineError, InvalidRequest, InvalidUpdate
+from relax.backends.inference.sglang.answers import Captured
+from relax.backends.models import build_model, has_weights, torch_dtype
+from relax.backends.routes import routing_of
+
+OUTPUT = "lm_head.weight"
+"""Not among the weights where the model ties it to its embedding."""
+
+PLACEHOLDERS = ("image_token_id", "video_token_id", "audio_token_id")
+
+LONGEST = 1 << 20
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """A model as its folder describes it.
+
+    Attributes:
+        folder: with weights.
+        weights: by Hugging Face name, on torch's meta device: shapes and dtypes.
+        vocabulary: token ids are below it.
+        context: tokens of prompt and response together.
+        captured: what a server tells of its routes; None for a dense model.
+        never: tokens that only stand for media, which no policy may say.
+    """
+
+    folder: Path
+    weights: Mapping[str, Tensor]
+    vocabulary: int
+    context: int
+    captured: Captured | None
+    never: tuple[int, ...]
+
+    @classmethod
+    def read(cls, folder: Path, dtype: str, completed: Path, seed: int) -> "ServedModel":
+        """Read a folder. One without weights, such as a tiny model's, is completed with weights drawn from
+        `seed` in the folder `completed`, because a server starts with some; the first version replaces them.
+
+        Args:
+            folder: in Hugging Face layout.
+            dtype: of the floating tensors of a version.
+            completed: where to write the completed one.
+            seed: of its weights.
+
+        Raises:
+            EngineError: a file is missing or damaged.
+        """
+        if not has_weights(folder):
+            build_model(folder, dtype, weights=False, seed=seed).save_pretrained(completed)
+            folder = completed
+        config = _config(folder)
+        outer = config.get("thinker_config", config)
+        text = outer.get("text_config") or outer
+        routing = routing_of(config)
+        return cls(
+            folder,
+            _weights(folder, torch_dtype(dtype), tied=_ties(config)),
+            int(text["vocab_size"]),
+            int(text.get("max_position_embeddings") or LONGEST),
+            None if routing is None else Captured(routing, int(text["num_hidden_layers"])),
+            tuple(int(outer[name]) for name in PLACEHOLDERS if outer.get(name) is not None),
+        )
+
+    def check_request(self, request: GenerationRequest, capacity: int) -> None:
+        """Refuse what can never be served.
+
+        Raises:
+            InvalidRequest: naming the request and the limit.
+        """
+        tokens = request.tokens
+        if request.media:
+            raise InvalidRequest(
+                f"request {request.id!r} has {len(request.media)} media items. SGLang takes pictures and "
+                f"sounds as they were before processing, and a request holds only the tensors made of them; "
+                f"use rollout.engine=transformers for models that see or hear"
+            )
+        if len(tokens) >= capacity:
+            raise InvalidRequest(
+                f"request {request.id!r} has {len(tokens)} tokens, and the context of {capacity} must hold "
+                f"at least one more; shorten the prompt or use a model with a longer context"
+            )
+        bad = tokens[(tokens < 0) | (tokens >= self.vocabulary)]
+        if len(bad):
+            raise InvalidRequest(
+                f"request {request.id!r} holds token {int(bad[0])}; the vocabulary is 0 to "
+                f"{self.vocabulary - 1}: was it made by another model's tokenizer?"
+            )
+        stop = [token for token in request.sampling.stop_token_ids if token >= self.vocabulary]
+        if stop:
+            raise InvalidRequest(
+                f"request {request.id!r} stops at token {stop[0]}, outside the vocabulary of "
+                f"{self.vocabulary}"
+            )
+
+    def check_version(self, version: int, tensors: Mapping[str, Tensor]) -> None:
+        """Refuse tensors that are not exactly the model's weights.
+
+        Raises:
+            InvalidUpdate: naming the first tensor that does not fit.
+        """
+        for name in sorted(self.weights.keys() | tensors.keys()):
+            mine, given = self.weights.get(name), tensors.get(name)
+            if mine is None:
+                raise InvalidUpdate(
+                    f"version {version} holds tensor {name!r}, which the model in {self.folder} has not "
+                    f"(tied weights go by their first name); it has {len(self.weights)} tensors, such as "
+                    f"{next(iter(self.weights))!r}"
+                )
+            if given is None:
+                raise InvalidUpdate(f"version {version} lacks tensor {name!r}; a version is complete")
+            if given.shape != mine.shape or given.dtype != mine.dtype:
+                raise InvalidUpdate(
+                    f"tensor {name!r} of version {version} is {given.dtype} {list(given.shape)}; the model's "
+                    f"is {mine.dtype} {list(mine.shape)}"
+                )
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    try:
+        return json.loads((folder / "config.json").read_bytes())
+    except (OSError, ValueError) as error:
+        raise EngineError(f"model folder {str(folder)!r}: config.json cannot be read: {error}") from error
+
+
+def _ties(config: Mapping[str, Any]) -> bool:
+    text = config.get("text_config") or {}
+    return bool(config.get("tie_word_embeddings") or text.get("tie_word_embeddings"))
+
+
+def _weights(folder: Path, dtype: torch.dtype, *, tied: bool) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(file, "pt", device="cpu") as tensors:
+                for name in tensors.keys():  # noqa: SIM118 - it is no dictionary
+                    place = tensors.get_slice(name)
+                    floating = place.get_dtype().startswith(("F", "BF"))
+                    kind = dtype if floating else _WHOLE[place.get_dtype()]
+                    found[name] = torch.empty(place.get_shape(), dtype=kind, device="meta")
+        except (OSError, SafetensorError, KeyError) as error:
+            raise EngineError(f"{file} cannot be read as safetensors: {error!r}") from error
+    if tied:
+        found.pop(OUTPUT, None)
+    return dict(sorted(found.items()))
+
+
+_WHOLE = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "I16": torch.int16,
+    "I32": torch.int32,
+    "I64": torch.int64,
+}
