@@ -5,8 +5,10 @@ from typing import Literal
 from pydantic import Field
 
 from relax.config.base import Settings
-from relax.config.sglang import SglangSettings
+from relax.config.lora import LoraSettings
+from relax.config.megatron import MegatronSettings
 from relax.config.parallel import ParallelSettings
+from relax.config.sglang import SglangSettings
 
 
 class AlgorithmSettings(Settings):
@@ -88,6 +90,33 @@ class ActorSettings(ParallelSettings):
 
     backend: str = "torch_native"
     """Registered training backend or `module:attribute`."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """Where the trainer computes; with `cuda` each of its ranks has a GPU of its own."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the trained parameters in forward and backward."""
+    master_weights: bool = True
+    """With a `dtype` of half precision: gradients are added and weights are stepped in float32. Without,
+    small updates are lost.
+    """
+    fsdp: bool = True
+    """With torch_native and `data_parallel` above 1: weights, gradients and moments are sharded over the
+    ranks. Without, every rank has all of them.
+    """
+    gradient_checkpointing: bool = False
+    """Compute the activations of each layer again in the backward pass instead of keeping them."""
+    packing: bool = False
+    """Lay the rows of a micro-batch end to end instead of padding them, with attention kept inside each row.
+    Pays where their lengths differ much.
+    """
+    lora: LoraSettings = LoraSettings()
+    megatron: MegatronSettings = MegatronSettings()
+    """For `backend = megatron`."""
+    rank_tokens: int | None = Field(default=None, ge=1)
+    """Most tokens, prompts included, in one forward and backward of a rank: a micro-batch is cut further,
+    into equally many pieces on every replica. A pipeline is filled with as many pieces as it has stages.
+    """
+    rank_seconds: float = Field(default=600.0, gt=0)
+    """Longest collective of the ranks; one that stands still for so long ends the run."""
     lr: float = Field(default=1e-6, gt=0)
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = Field(default=1e-8, gt=0)
