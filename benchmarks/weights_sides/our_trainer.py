@@ -39,20 +39,29 @@ class Trainer:
         self._saved = 0
 
     def steps(self, count: int, save: bool) -> dict[str, float]:
-        """Seconds of a step, over so many, with its state saved or only looked up; those in `save`."""
+        """Seconds of a step, over so many, with its state saved or only looked up; those in `save`.
+
+        One step comes before them, of which only what is still done in the background is measured: so the
+        copies of a step are made during each that counts, as in a run.
+        """
+        self._do(save)
         begun, saving = time.perf_counter(), 0.0
         for _ in range(count):
-            self._step()
-            tree = self._tree()
-            if save:
-                self._saved += 1
-                before = time.perf_counter()
-                self._replicas.save(self._saved, tree)
-                saving += time.perf_counter() - before
+            saving += self._do(save)
         seconds = time.perf_counter() - begun
         if save:
             self._replicas.wait(self._saved, WAIT_SECONDS)
         return {"seconds": seconds / count, "saving": saving / count}
+
+    def _do(self, save: bool) -> float:
+        self._step()
+        tree = self._tree()
+        if not save:
+            return 0.0
+        self._saved += 1
+        before = time.perf_counter()
+        self._replicas.save(self._saved, tree)
+        return time.perf_counter() - before
 
     def restore(self) -> dict[str, int]:
         """Do a step, and raise unless its state comes back bit for bit; bytes of its tensors."""

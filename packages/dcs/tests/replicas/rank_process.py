@@ -37,7 +37,8 @@ def stop_half_way(connection: socket.socket) -> None:
     fill = Arena.fill
 
     def half(arena: Arena, flat: Any) -> None:
-        fill(arena, type(flat)(flat.structure, flat.leaves[: len(flat.leaves) // 2], flat.nbytes))
+        count = len(flat.places) // 2
+        fill(arena, type(flat)(flat.structure, flat.places[:count], flat.sources[:count], flat.nbytes))
         connection.sendall(b"half\n")
         threading.Event().wait(60)
 

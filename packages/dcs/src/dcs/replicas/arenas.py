@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from dcs.replicas.memory import SEALS
-from dcs.replicas.tree import Flat
+from dcs.replicas.tree import Flat, Place
 
 _ROUND = 1 << 20  # bytes; sizes are rounded up, so that a tree that grows a little still fits
 
@@ -31,7 +31,7 @@ class Arena:
             os.close(self.descriptor)
             raise
         self._bytes = np.frombuffer(self.memory, np.uint8)
-        self._layout: list[tuple[object, ...]] = []
+        self._places: list[Place] = []
         self._tensors: list[torch.Tensor] = []
         self._arrays: list[np.ndarray] = []
 
@@ -43,18 +43,13 @@ class Arena:
         """Copy a flattened tree in. Its tensors may lie on any device, be non-contiguous or require
         gradients.
         """
-        layout: list[tuple[object, ...]] = [
-            (leaf.start, leaf.nbytes, leaf.source.dtype, leaf.source.shape) for leaf in flat.leaves
-        ]
-        if layout != self._layout:
+        if flat.places != self._places:
             self._lay_out(flat)
-            self._layout = layout
-        sources = [leaf.source for leaf in flat.leaves]
-        tensors = [source for source in sources if isinstance(source, torch.Tensor)]
+        tensors = [source for source in flat.sources if isinstance(source, torch.Tensor)]
         if tensors:
             with torch.no_grad():  # one call: per tensor, the way to the copy costs more than a small copy
                 torch._foreach_copy_(self._tensors, tensors)  # pyright: ignore[reportPrivateImportUsage]
-        arrays = [source for source in sources if not isinstance(source, torch.Tensor)]
+        arrays = [source for source in flat.sources if not isinstance(source, torch.Tensor)]
         for view, array in zip(self._arrays, arrays, strict=True):
             view[:] = array
 
@@ -63,19 +58,19 @@ class Arena:
 
         It is hashed, too: equal trees must have equal chunks.
         """
-        self._layout = []
+        self._places = []
         self._tensors, self._arrays = [], []
         before = 0
-        for leaf in flat.leaves:
-            self._bytes[before : leaf.start] = 0
-            before = leaf.start + leaf.nbytes
-            source = leaf.source
-            if isinstance(source, torch.Tensor):
-                view = torch.from_numpy(self._bytes[leaf.start : before]).view(source.dtype)
-                self._tensors.append(view.view(source.shape))
+        for start, nbytes, dtype, shape in flat.places:
+            self._bytes[before:start] = 0
+            before = start + nbytes
+            room = self._bytes[start:before]
+            if dtype is None:
+                self._arrays.append(room)
             else:
-                self._arrays.append(self._bytes[leaf.start : before])
+                self._tensors.append(torch.from_numpy(room).view(dtype).view(shape))
         self._bytes[before : flat.nbytes] = 0
+        self._places = flat.places
 
     def close(self) -> None:
         """Give the memory back; a keeper that maps it keeps it for as long as it does."""

@@ -10,7 +10,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -31,21 +31,29 @@ type Tree = Any
 type _Path = tuple[_Path, Any, bool] | None  # what it is in, its key there, whether that is an index
 
 
-@dataclass(frozen=True, slots=True)
-class Leaf:
-    """Bytes of the tree, and where they go: `source` is a torch tensor, or a numpy array of uint8."""
+class Place(NamedTuple):
+    """Where bytes of the tree go, and as what: `dtype` is None for plain bytes."""
 
     start: int
     nbytes: int
-    source: torch.Tensor | np.ndarray
+    dtype: torch.dtype | None
+    shape: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Flat:
-    """A flattened tree. `structure` describes it, `leaves` are what fills its `nbytes` bytes."""
+    """A flattened tree.
+
+    Attributes:
+        structure: describes it.
+        places: of what fills its bytes; equal for trees that are laid out alike.
+        sources: what goes there: a torch tensor, or a numpy array of uint8.
+        nbytes: of all of them, with what lies between.
+    """
 
     structure: bytes
-    leaves: list[Leaf]
+    places: list[Place]
+    sources: list[torch.Tensor | np.ndarray]
     nbytes: int
 
 
@@ -90,11 +98,10 @@ def _is_plain_key(key: Any) -> bool:
 
 class _Flattener:
     def __init__(self) -> None:
-        self._leaves: list[Leaf] = []
+        self._places: list[Place] = []
+        self._sources: list[torch.Tensor | np.ndarray] = []
         self._nbytes = 0
-        self._seen: dict[
-            int, list[tuple[torch.Tensor, int]]
-        ] = {}  # by address: who begins there, and its place
+        self._seen: dict[int, list[tuple[torch.Tensor, int]]] = {}  # by address: who begins there, and where
         self._devices: dict[torch.device, str] = {}
 
     def run(self, tree: Tree) -> Flat:
@@ -105,12 +112,19 @@ class _Flattener:
             raise UnsupportedLeaf(
                 f"a string of the tree is no valid Unicode ({error}); keep it as bytes"
             ) from error
-        return Flat(structure, self._leaves, self._nbytes)
+        return Flat(structure, self._places, self._sources, self._nbytes)
 
-    def _place(self, source: torch.Tensor | np.ndarray, nbytes: int) -> int:
+    def _place(
+        self,
+        source: torch.Tensor | np.ndarray,
+        nbytes: int,
+        dtype: torch.dtype | None = None,
+        shape: tuple[int, ...] = (),
+    ) -> int:
         start = self._nbytes
         if nbytes:
-            self._leaves.append(Leaf(start, nbytes, source))
+            self._places.append(Place(start, nbytes, dtype, shape))
+            self._sources.append(source)
             self._nbytes = start + -(-nbytes // ALIGNMENT) * ALIGNMENT
         return start
 
@@ -144,7 +158,8 @@ class _Flattener:
             return encode_scalar(value)
         if isinstance(value, torch.Generator):
             state = value.get_state()
-            return [_GENERATOR, self._place(state, state.nbytes), state.nbytes, str(value.device)]
+            start = self._place(state, state.nbytes, state.dtype, state.shape)
+            return [_GENERATOR, start, state.nbytes, str(value.device)]
         raise UnsupportedLeaf(
             f"{_name(path)} is a {kind.__module__}.{kind.__qualname__}, which cannot be kept without "
             f"pickling it;"
@@ -198,11 +213,11 @@ class _Flattener:
             address = value.data_ptr()
             here = self._seen.get(address)
             if here is None:
-                self._seen[address] = [(value, self._place(value, nbytes))]
+                self._seen[address] = [(value, self._place(value, nbytes, dtype, shape))]
             else:
                 known = next((place for other, place in here if _same(value, other)), None)
                 if known is None:
-                    here.append((value, self._place(value, nbytes)))
+                    here.append((value, self._place(value, nbytes, dtype, shape)))
                 else:
                     start = known
         return [_TENSOR, start, _dtype_name(dtype), shape, device, flags]
