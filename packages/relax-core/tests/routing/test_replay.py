@@ -13,6 +13,7 @@ from relax.backends.routes import Routing
 from relax.backends.tiny import write_tiny
 from relax.backends.train.base import Packed
 from relax.backends.train.errors import BatchError
+from relax.backends.train.gang.rounds import cut
 from relax.backends.train.settings import TrainerSettings
 from relax.backends.train.shared_prompts import fold
 from relax.backends.train.torch_native import TorchNative
@@ -317,3 +318,13 @@ def test_a_dense_model_refuses_routes(tmp_path, routing):
 
     with pytest.raises(BatchError, match=r"no routers that torch_native can lead .*routing_replay=false"):
         TorchNative(write_tiny(tmp_path), settings=SETTINGS).forward(batch)
+
+
+def test_a_replica_is_given_the_routes_of_its_own_rows_and_no_others(routing):
+    rows = random_rows(routing, [(1, 5, 4), (2, 9, 7), (3, 3, 11), (4, 2, 2), (5, 6, 3)])
+
+    pieces = [piece for part in cut(batch_of(rows), 2) for piece in part]
+
+    assert sorted(row for piece in pieces for row in piece.rows) == list(range(5))
+    for piece in pieces:
+        assert torch.equal(piece.batch.routes, batch_of([rows[row] for row in piece.rows]).routes)
