@@ -189,6 +189,19 @@ def test_a_change_wakes_those_who_watch():
         where.inventory("actor", seen[0].generation, 30.0)
 
 
+def test_what_is_dropped_is_no_news_but_shows_with_the_next_shard():
+    where = holdings()
+    for step in (1, 2):
+        receive(where, shard(step))
+    known = where.inventory("actor", 0, 0.0).generation
+    where.retain("actor", "s", Floor(Place(1, 2)))
+    where.drop(Drop("actor", "s", 0, 2))
+    assert where.inventory("actor", known, 0.01).generation == known
+    receive(where, shard(3))
+    assert where.inventory("actor", known, 30.0).generation > known
+    assert held(where) == {"s": [(3, (0,))]}
+
+
 def test_forgetting_a_name_gives_its_memory_back():
     where = holdings()
     receive(where, shard(1))
