@@ -63,14 +63,20 @@ def subscribe(coordinator: dcs.Coordinator, stack: ExitStack) -> Callable[..., d
 
 @pytest.fixture
 def no_leak() -> Iterator[None]:
-    """Fails when the test leaves a thread or a file descriptor behind."""
+    """Fails when the test leaves a thread or a file descriptor behind. A thread may take a moment to end."""
     process = psutil.Process()
     gc.collect()
-    threads, descriptors = threading.active_count(), process.num_fds()
+    threads, descriptors = set(threading.enumerate()), process.num_fds()
+
+    def left() -> tuple[set[threading.Thread], int]:
+        return set(threading.enumerate()) - threads, max(0, process.num_fds() - descriptors)
+
     yield
     gc.collect()
-    assert threading.active_count() == threads, threading.enumerate()
-    assert process.num_fds() <= descriptors, sorted(os.listdir("/proc/self/fd"))
+    deadline, pause = time.monotonic() + 10, threading.Event()
+    while left() != (set(), 0) and time.monotonic() < deadline:
+        pause.wait(0.01)
+    assert left() == (set(), 0), sorted(os.listdir("/proc/self/fd"))
 
 
 class Proxy:

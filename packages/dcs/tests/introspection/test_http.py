@@ -207,7 +207,7 @@ def test_a_long_request_is_hung_up_on(server, get):
 def test_a_flood_of_connections_is_bounded(server, get, eventually):
     before = threading.active_count()
     flood = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(60)]
-    assert threading.active_count() - before <= 34
+    eventually(lambda: threading.active_count() - before <= 34)
     for one in flood:
         one.close()
     eventually(lambda: get(server, "/topology")[0] == 200)
@@ -221,7 +221,7 @@ def test_peers_that_dribble_shut_nobody_out(server, get, eventually):
             one.sendall(b"GET /topology HTTP/1.1\r\nX: ")
     for _ in range(5):
         assert get(server, "/topology")[0] == 200
-    assert threading.active_count() - before <= 34
+    eventually(lambda: threading.active_count() - before <= 34)
     for one in slow:
         one.close()
     eventually(lambda: threading.active_count() <= before)
@@ -244,7 +244,7 @@ def test_an_exchange_has_to_end_in_time(takes, server, get, monkeypatch, shown, 
                 hung_up = not piece
                 if piece:
                     threading.Event().wait(0.05)  # it takes a byte now and then
-                    if time.monotonic() - began > 1:  # by now it must have been hung up on: read what is left
+                    if time.monotonic() - began > 2:  # by now it must have been hung up on: read what is left
                         while piece := slow.recv(1 << 20):
                             got += len(piece)
                         hung_up = True

@@ -195,7 +195,7 @@ def test_identity_is_one_row_and_cut_at_multiples_of_the_chunk():
         blocks.cut(chunks[0], 0)
 
 
-def test_a_hundred_thousand_rows_are_cut_and_checked_in_a_second():
+def test_a_hundred_thousand_rows_are_cut_and_checked_without_a_loop_over_them():
     count = 100_000
     generator = np.random.default_rng(1)
     run = generator.integers(1, 5000, count)
@@ -205,5 +205,5 @@ def test_a_hundred_thousand_rows_are_cut_and_checked_in_a_second():
     began = time.process_time()
     blocks.check(selection, int(start[-1]) + 1_000_000)
     chunks = blocks.cut(selection, 1 << 20)
-    assert time.process_time() - began < 1.0
+    assert time.process_time() - began < 2.0  # 0.07 on an idle machine; a loop takes seconds
     assert sum(blocks.nbytes(chunk) for chunk in chunks) == blocks.nbytes(selection)

@@ -236,7 +236,7 @@ def test_a_plain_client_is_told_that_it_needs_tls(ends, beside):
     assert "serves with TLS only" in answer.message
     with pytest.raises(dcs.ProtocolError, match="without TLS"):
         serving.result(10)
-    assert time.monotonic() - began < 3
+    assert time.monotonic() - began < 8
 
 
 def test_a_stranger_to_both_protocols_is_refused(ends, beside):
@@ -261,7 +261,7 @@ def test_a_plain_server_is_named_by_a_client_that_wants_tls(ends, beside, stack,
     began = time.monotonic()
     with pytest.raises(dcs.ProtocolError, match=rf"{PEER} answered without TLS; give tls"):
         handshake(stream, PEER)
-    assert time.monotonic() - began < 3
+    assert time.monotonic() - began < 8
     serving.result(10)
 
 
@@ -289,7 +289,7 @@ def test_a_silent_peer_costs_the_handshake_its_deadline(serves, ends, stack, tra
     began = time.monotonic()
     with stream, pytest.raises(dcs.Timeout, match=f"{PEER} did not finish a TLS handshake within 0.2 s"):
         handshake(stream, PEER, 0.2)
-    assert time.monotonic() - began < 3
+    assert time.monotonic() - began < 8
 
 
 def test_a_handshake_byte_by_byte_does_not_extend_its_deadline(ends, trainer, engine, beside):
@@ -310,7 +310,7 @@ def test_a_handshake_byte_by_byte_does_not_extend_its_deadline(ends, trainer, en
     began = time.monotonic()
     with wrap(far, server_context(trainer)) as stream, pytest.raises(dcs.Timeout, match=OTHER):
         handshake(stream, OTHER, 0.3)
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 6  # all of it takes 10
     dribbling.result(20)
 
 
