@@ -83,7 +83,7 @@ async def test_closing_ends_calls_under_way_and_leaves_no_process(pool):
 
 
 async def test_a_cancelled_call_leaves_the_pool_usable(pool):
-    sleeping = pool("time:sleep", timeout=2.0)
+    sleeping = pool("time:sleep", timeout=0.5)
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(sleeping.call(600), 0.05)
     assert await sleeping.call(0) is None
