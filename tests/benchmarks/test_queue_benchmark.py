@@ -43,7 +43,7 @@ sys.stdin.read()
 """
 BURN = """
 import sys, time
-while time.process_time() < 0.4:
+while time.process_time() < 0.8:
     pass
 print("{}", flush=True)
 sys.stdin.read()
@@ -166,7 +166,7 @@ def test_a_child_that_does_not_answer_in_time_is_an_error_and_is_ended(script):
 def test_the_clock_of_another_process_is_finer_than_a_tick_and_ends_with_it(script):
     with Child(script(BURN)) as child:
         seconds = cpu_seconds([child.pid])
-        assert seconds >= 0.4
+        assert seconds >= 0.8
         assert cpu_seconds([child.pid, child.pid]) == pytest.approx(2 * seconds, abs=TICK)
         assert round(seconds, 2) != seconds  # the kernel's ticks would be hundredths
         pid = child.pid
@@ -179,7 +179,7 @@ def test_the_cpu_of_children_counts_once_as_our_own_before_and_after_they_end(sc
     with Child(script(BURN)):
         during = cpu_clock._own_seconds() - before
     after = cpu_clock._own_seconds() - before
-    assert 0.4 <= during <= after < 0.75
+    assert 0.8 <= during <= after < 1.5  # twice would be 1.6
 
 
 def test_only_what_others_use_is_load(monkeypatch):
