@@ -1,10 +1,18 @@
-"""Checkpoints of a run: trainer state and place in the prompts, one folder a step, whole or not there."""
+"""Checkpoints of a run: trainer state and place in the prompts, one folder a step, whole or not there.
+
+step-000010/data.json              place in the prompts; of one rank also its plain data
+step-000010/manifest.json          digests, or the sizes of what ranks wrote
+step-000010/tensors.safetensors    the state of a trainer in one process (see `state_files`)
+step-000010/trainer/               the state of many ranks instead, in files of their backend's own
+"""
 
 import hashlib
 import json
+import os
 import re
 import shutil
-from collections.abc import Iterable, Mapping
+import tempfile
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,10 +20,12 @@ from typing import TYPE_CHECKING, Any
 from relax.config.base import ConfigError
 
 if TYPE_CHECKING:  # finding the newest checkpoint needs no torch
-    from relax.backends.train.base import StateTree
+    from relax.backends.train.base import KeepsState, Saves, StateTree
 
 SOURCE = "prompt_source"
 STEP = "step"
+TRAINER = "trainer"
+RANKS_SCHEMA = 2
 _NAME = re.compile(r"^step-(\d{6,})$")
 
 
@@ -69,15 +79,26 @@ class Checkpoints:
         self._folder = run_folder / "checkpoints"
         self._keep = keep
 
-    def save(self, step: int, state: "StateTree", source: Mapping[str, Any]) -> Checkpoint:
-        """Write the checkpoint of `step`; one that is already there is kept as it is."""
+    def save(
+        self, step: int, state: "StateTree | Callable[[Path], None]", source: Mapping[str, Any]
+    ) -> Checkpoint:
+        """Write the checkpoint of `step`; one that is already there is kept as it is.
+
+        Args:
+            step: optimizer steps done.
+            state: the trainer's, or what has many ranks write it into a folder.
+            source: state of the prompt source.
+        """
         from relax.backends.train.base import StateTree
         from relax.backends.train.state_files import write_state
 
         folder = self._folder / f"step-{step:06d}"
         if not folder.exists():
-            data = {"trainer": state.data, SOURCE: dict(source), STEP: step}
-            write_state(folder, StateTree(state.tensors, data))
+            if isinstance(state, StateTree):
+                data = {TRAINER: state.data, SOURCE: dict(source), STEP: step}
+                write_state(folder, StateTree(state.tensors, data))
+            else:
+                _write_ranks(folder, state, {SOURCE: dict(source), STEP: step})
         for old in self.all()[: -self._keep]:
             shutil.rmtree(old.folder)
         return Checkpoint(step, folder)
@@ -111,29 +132,103 @@ def read_checkpoint(folder: Path) -> tuple["StateTree", dict[str, Any]]:
     except StateFileError as error:
         raise ConfigError(f"checkpoint {folder} is damaged: {error}; {_way_out(folder)}") from error
     data = _data(folder, state.data)
-    return StateTree(state.tensors, data["trainer"]), data[SOURCE]
+    return StateTree(state.tensors, data[TRAINER]), data[SOURCE]
+
+
+def restore(folder: Path, backend: "KeepsState | Saves") -> None:
+    """Have a trainer go on from a checkpoint: of one rank or of many, whatever it is itself.
+
+    Raises:
+        ConfigError: the checkpoint is damaged; the message says how to go on without it.
+    """
+    from relax.backends.train.base import KeepsState, Saves
+    from relax.backends.train.errors import StateFileError
+
+    ranks = (folder / TRAINER).is_dir()
+    if isinstance(backend, KeepsState) and not ranks:
+        backend.load_state(read_checkpoint(folder)[0])
+        return
+    if not isinstance(backend, Saves):
+        raise ConfigError(
+            f"checkpoint {folder} was written by many ranks, and {type(backend).__name__} cannot read that; "
+            f"set actor.backend and the numbers of its ranks as they were"
+        )
+    try:
+        backend.load(folder / TRAINER if ranks else folder)
+    except StateFileError as error:
+        raise ConfigError(f"checkpoint {folder} is damaged: {error}; {_way_out(folder)}") from error
+
+
+def _write_ranks(folder: Path, write: "Callable[[Path], None]", data: Mapping[str, Any]) -> None:
+    """Have ranks write a checkpoint beside its place, and rename it into that once it is on the disk.
+
+    What ranks write carries digests of its own; of that the manifest holds the sizes.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    prefix = f".{folder.name}.partial-"
+    for left in folder.parent.glob(f"{prefix}*"):
+        shutil.rmtree(left)
+    partial = Path(tempfile.mkdtemp(prefix=prefix, dir=folder.parent))
+    try:
+        write(partial / TRAINER)
+        content = json.dumps(data, allow_nan=False, sort_keys=True, indent=1).encode()
+        (partial / "data.json").write_bytes(content)
+        manifest = {
+            "schema": RANKS_SCHEMA,
+            "sha256": {"data.json": hashlib.sha256(content).hexdigest()},
+            "sizes": {
+                str(path.relative_to(partial)): path.stat().st_size
+                for path in sorted((partial / TRAINER).rglob("*"))
+                if path.is_file()
+            },
+        }
+        (partial / "manifest.json").write_text(json.dumps(manifest, indent=1))
+        for path in (partial / "data.json", partial / "manifest.json", partial):
+            _flush(path)
+        os.rename(partial, folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    _flush(folder.parent)
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def read_source(folder: Path) -> dict[str, Any]:
     """The state of the prompt source alone, without the tensors and without torch.
 
-    `data.json` is held against its digest, `tensors.safetensors` against its own header: a file cut short is
-    found here, before anything starts. Its digest is `read_checkpoint`'s to check.
+    `data.json` is held against its digest, `tensors.safetensors` against its own header, what ranks wrote
+    against its sizes: a file cut short is found here, before anything starts. Digests are `restore`'s to
+    check.
 
     Raises:
         ConfigError: the checkpoint is damaged; the message says how to go on without it.
     """
     file = folder / "manifest.json"
     try:
-        digests = json.loads(file.read_bytes())["sha256"]
-        expected = {name: digests[name] for name in ("data.json", "tensors.safetensors")}
+        manifest = json.loads(file.read_bytes())
+        ranks = (folder / TRAINER).is_dir()
+        digests, sizes = manifest["sha256"], manifest["sizes"] if ranks else {}
+        expected = {
+            name: digests[name] for name in ("data.json", *(() if ranks else ("tensors.safetensors",)))
+        }
         file = folder / "data.json"
         content = file.read_bytes()
         if (found := hashlib.sha256(content).hexdigest()) != expected["data.json"]:
             raise ValueError(f"its sha256 is {found}, not that of manifest.json")
         data = json.loads(content)
-        file = folder / "tensors.safetensors"
-        _check_length(file)
+        if not ranks:
+            file = folder / "tensors.safetensors"
+            _check_length(file)
+        for name, size in sizes.items():
+            file = folder / name
+            if (found := file.stat().st_size) != size:
+                raise ValueError(f"it has {found} bytes, the manifest says {size}")
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise _damaged(folder, file, error) from error
     return _data(folder, data)[SOURCE]
@@ -147,7 +242,7 @@ def _data(folder: Path, data: Any) -> dict[str, Any]:
         source = data[SOURCE]
         if not all(type(value) is int for value in (source["next"], *source["returned"])):
             raise ValueError(f"{SOURCE} = {source!r:.80}; expected ordinals")
-        if not isinstance(data["trainer"], dict):
+        if not (folder / TRAINER).is_dir() and not isinstance(data[TRAINER], dict):
             raise ValueError("it has no state of the trainer")
     except (ValueError, LookupError, TypeError) as error:
         raise _damaged(folder, folder / "data.json", error) from error

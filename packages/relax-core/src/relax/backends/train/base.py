@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -102,12 +102,30 @@ class TrainBackend(Protocol):
         """The weights by Hugging Face name, as an engine takes them; tied weights once."""
         ...
 
+    def export(self, folder: Path) -> None:
+        """Write a Hugging Face folder (weights, tokenizer) that transformers loads with the same logits."""
+        ...
+
+
+@runtime_checkable
+class KeepsState(Protocol):
+    """A trainer whose state fits into the memory of its process, as that of one rank does."""
+
     def state(self) -> StateTree: ...
 
     def load_state(self, state: StateTree) -> None: ...
 
-    def export(self, folder: Path) -> None:
-        """Write a Hugging Face folder (weights, tokenizer) that transformers loads with the same logits."""
+
+@runtime_checkable
+class Saves(Protocol):
+    """A trainer whose state goes to files and comes from them, perhaps by many ranks."""
+
+    def save(self, folder: Path) -> None:
+        """Write all it needs to go on, bit for bit, into a folder of its own."""
+        ...
+
+    def load(self, folder: Path) -> None:
+        """Go on from what `save` wrote, perhaps on as many other ranks, or from the state of a single one."""
         ...
 
 

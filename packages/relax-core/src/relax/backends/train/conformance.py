@@ -11,6 +11,7 @@ numbers that differ.
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -19,12 +20,17 @@ from transformers import PreTrainedModel
 
 from relax.algorithms.spec import LossInputs, LossOutputs
 from relax.backends.models import build_model, load_config, text_config, unsampled_tokens
-from relax.backends.train.base import Packed, StateTree, TrainBackend, ragged
+from relax.backends.train.base import KeepsState, Packed, StateTree, TrainBackend, ragged
 from relax.backends.train.errors import TrainError
 from relax.backends.train.settings import TrainerSettings
 from relax.backends.train.state_files import read_state, write_state
 
-Factory = Callable[[Path, TrainerSettings], TrainBackend]
+
+class Trainer(TrainBackend, KeepsState, Protocol):
+    """What is checked: a trainer in one process."""
+
+
+Factory = Callable[[Path, TrainerSettings], Trainer]
 Check = Callable[[Factory, Path, Path], None]
 
 TEMPERATURE = 0.8

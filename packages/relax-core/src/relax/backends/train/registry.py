@@ -1,8 +1,8 @@
 """Training backends by name, or by import path for one that lives elsewhere.
 
-A backend is a callable `(folder, *, settings, dtype, device, seed, torch_threads) -> TrainBackend`, a trainer in
-one process. A rank backend is a callable `(RankSpec) -> RankBackend`, one rank of a trainer in many; `gang`
-makes a trainer of all of them.
+A backend is a callable `(folder, *, settings, dtype, device, seed, torch_threads) -> TrainBackend`, a trainer
+in one process. A rank backend is a callable `(RankSpec) -> RankBackend`, one rank of a trainer in many; a
+`Gang` makes a trainer of all of them.
 """
 
 from collections.abc import Callable

@@ -94,6 +94,12 @@ def read_state(folder: str | Path) -> StateTree:
         raise StateCorruptError(f"{folder / _TENSORS} is no safetensors file: {error}") from error
 
 
+def read_trainer_state(folder: str | Path) -> StateTree:
+    """`read_state` of a trainer's own state, or of a run's checkpoint, which holds it among other things."""
+    state = read_state(folder)
+    return StateTree(state.tensors, state.data.get("trainer", state.data))
+
+
 def _read(path: Path) -> bytes:
     try:
         return path.read_bytes()

@@ -1,7 +1,7 @@
 """A micro-batch without padding: its rows end to end as one sequence, attention kept inside each row.
 
 Whatever works on one token (norms, projections, MLP) meets no padding. Attention takes a mask of blocks on
-the diagonal, what any implementation that takes a mask can do; it costs the square of the tokens, so that rows
+the diagonal, what any implementation that takes a mask can do; it costs the square of the tokens, so rows
 should differ much in length for it to pay.
 """
 

@@ -90,7 +90,7 @@ class NativeRank:
         return [(name, local(tensor)) for name, tensor in merged.items() if local(tensor).numel()]
 
     def _share(self, held: Mapping[str, Tensor]) -> list[str]:
-        """The tensors that this replica offers, so that each is offered once; the largest to whom has least."""
+        """The tensors that this replica offers, each of them once; the largest to whom has least."""
         loads = [0] * self._coordinates.world_size
         own = []
         for name in sorted(held, key=lambda name: (-held[name].nbytes, name)):

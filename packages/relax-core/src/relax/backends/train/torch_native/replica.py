@@ -9,7 +9,7 @@ import torch.distributed
 from torch import Tensor
 
 from relax.backends.train.adamw import ClippedAdamW
-from relax.backends.train.state_files import read_state
+from relax.backends.train.state_files import read_trainer_state
 from relax.backends.train.torch_native.shard_files import Box
 from relax.backends.train.torch_native.trainer import TorchNative
 
@@ -64,7 +64,7 @@ class Replica(TorchNative):
 
     def load_whole(self, folder: Path) -> None:
         """Go on from what a single trainer saved."""
-        self.load_state(read_state(folder))
+        self.load_state(read_trainer_state(folder))
 
     def whole_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """The merged weights by Hugging Face name, one after the other, the same on every rank."""

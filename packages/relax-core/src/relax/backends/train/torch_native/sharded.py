@@ -15,7 +15,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from relax.backends.train.adamw import ClippedAdamW
 from relax.backends.train.base import StateTree
-from relax.backends.train.state_files import read_state
+from relax.backends.train.state_files import read_trainer_state
 from relax.backends.train.torch_native.masters import Masters, Shards, local
 from relax.backends.train.torch_native.policy import Policy
 from relax.backends.train.torch_native.replica import Replica, weight_of
@@ -98,7 +98,7 @@ class Sharded(Replica):
         return Box(self._shapes[weight], tuple(self._starts[weight]))
 
     def load_whole(self, folder: Path) -> None:
-        whole = read_state(folder)
+        whole = read_trainer_state(folder)
         cut = {
             key: tensor
             if key.startswith(f"{RNG}.")
