@@ -1,0 +1,153 @@
+"""Supervision of a server process: it ends with its owner, with all it has started; its death is noticed."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import psutil
+import pytest
+from relax.backends.inference.errors import EngineError
+from relax.backends.inference.sglang.process import ReservedPort, ServerFailed, ServerProcess
+
+FAMILY = """
+import subprocess, sys, time
+other = "import os, time; os.setsid(); print('orphan', os.getpid(), flush=True); time.sleep(1000)"
+child = f"import subprocess, sys; subprocess.Popen([sys.executable, '-S', '-c', {other!r}]).wait()"
+print("started", flush=True)
+subprocess.Popen([sys.executable, "-S", "-c", child])
+time.sleep(1000)
+"""
+"""A server with a child, and a grandchild that is in a session of its own."""
+
+OWNER = """
+import asyncio, os, sys
+from pathlib import Path
+from relax.backends.inference.sglang.process import ServerProcess
+
+async def own():
+    ServerProcess.start([sys.executable, "-S", "-c", sys.argv[2]], os.environ, Path(sys.argv[1]))
+    await asyncio.sleep(1000)
+
+asyncio.run(own())
+"""
+
+
+@pytest.fixture
+async def start(tmp_path: Path) -> AsyncIterator[Callable[[str], ServerProcess]]:
+    """`start(program)`: a server that is that Python program."""
+    started: list[ServerProcess] = []
+
+    def run(program: str) -> ServerProcess:
+        server = ServerProcess.start(
+            [sys.executable, "-S", "-c", program], os.environ, tmp_path / "server.log"
+        )
+        started.append(server)
+        return server
+
+    yield run
+    for server in started:
+        await server.close()
+
+
+def until(found: Callable[[], object], seconds: float = 30.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not found():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.02)
+
+
+def orphan_of(log: Path) -> int:
+    until(lambda: "orphan" in log.read_text())
+    return int(log.read_text().split("orphan", 1)[1].split()[0])
+
+
+def gone(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+async def says(server: ServerProcess, word: str) -> bool:
+    return word in server.log.read_text()
+
+
+async def test_closing_ends_the_server_and_all_it_has_started(start):
+    server = start(FAMILY)
+    await server.ready(lambda: says(server, "orphan"), 30)
+    orphan = orphan_of(server.log)
+    await server.close()
+    await server.close()
+    assert gone(orphan)
+    assert server.ended.result() == "it was closed"
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+def test_a_server_ends_when_its_owner_dies_however_that_is(how, tmp_path):
+    log = tmp_path / "server.log"
+    owner = subprocess.Popen([sys.executable, "-c", OWNER, str(log), FAMILY])
+    try:
+        until(log.exists)
+        orphan = orphan_of(log)
+        family = [psutil.Process(owner.pid).children(recursive=True), [psutil.Process(orphan)]]
+        owner.send_signal(how)
+        owner.wait(30)
+        until(lambda: all(gone(one.pid) for group in family for one in group))
+    finally:
+        owner.kill()
+        owner.wait()
+
+
+async def test_a_death_is_told_with_its_signal_and_the_end_of_the_log(start):
+    server = start("import os\nfor n in range(40): print('line', n, flush=True)\nos.kill(os.getpid(), 11)")
+    async with asyncio.timeout(30):
+        told = await asyncio.shield(server.ended)
+    assert "killed by SIGSEGV" in told
+    assert "line 39" in told
+    assert "line 2\n" not in told
+    assert str(server.log) in told
+
+
+async def test_the_end_of_a_part_is_the_end_of_the_server(start):
+    server = start(FAMILY)
+    await server.ready(lambda: says(server, "orphan"), 30)
+    part = orphan_of(server.log)
+    server.watch([part])
+    os.kill(part, signal.SIGKILL)
+    async with asyncio.timeout(30):
+        assert f"its process {part} died" in await asyncio.shield(server.ended)
+
+
+async def test_a_start_that_fails_or_takes_too_long_is_told_with_the_log(start, tmp_path):
+    bad = start("import sys; sys.exit('unrecognized arguments: --nonsense')")
+    with pytest.raises(ServerFailed, match=r"exit code 1.*\n(.*\n)*.*unrecognized arguments: --nonsense"):
+        await bad.ready(lambda: says(bad, "never"), 30)
+    slow = start("import time; print('loading', flush=True); time.sleep(1000)")
+    await slow.ready(lambda: says(slow, "loading"), 30)
+    with pytest.raises(
+        ServerFailed, match=r"within 0.5 s \(rollout.sglang.start_seconds\)\n(.*\n)*.*loading"
+    ):
+        await slow.ready(lambda: says(slow, "never"), 0.5)
+    missing = ServerProcess.start([str(tmp_path / "no-python")], os.environ, tmp_path / "other.log")
+    with pytest.raises(EngineError, match=r"exit code 127.*\n(.*\n)*.*no-python' cannot be run"):
+        await missing.ready(lambda: says(missing, "never"), 30)
+    await missing.close()
+
+
+def test_a_reserved_port_is_kept_from_others_and_open_to_a_server():
+    import socket
+
+    reserved = ReservedPort()
+    try:
+        for _ in range(50):
+            with socket.create_server(("127.0.0.1", 0)) as other:
+                assert other.getsockname()[1] != reserved.number
+        with socket.create_server(("127.0.0.1", reserved.number)) as server:
+            assert server.getsockname()[1] == reserved.number
+    finally:
+        reserved.close()
