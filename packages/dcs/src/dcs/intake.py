@@ -63,6 +63,7 @@ class Intake:
         self._asks: list[int] = []
         self._reported = 0.0
         self._taken = -1
+        self._taken_roots: tuple[bytes, ...] = ()
         self._puller: Puller | None = None
         self._thread = threading.Thread(target=self._pull_forever, name="dcs-pull", daemon=True)
 
@@ -93,7 +94,8 @@ class Intake:
                 return None
             self.raise_if_unusable()
             slot.state = SlotState.HELD
-            self._taken = max(self._taken, slot.target.version)
+            if slot.target.version >= self._taken:
+                self._taken, self._taken_roots = slot.target.version, slot.target.roots
             return slot
 
     def settle(self, slot: Slot, outcome: Literal["acked", "released"]) -> None:
@@ -210,9 +212,17 @@ class Intake:
     def _ready(self, after: int) -> Slot | None:
         """The newest version above `after` that may be given out."""
         for slot in self.slots.having(SlotState.READY):
-            if slot.target.version > after and (not self._group or slot.target.version <= self.state.commit):
+            target = slot.target
+            if self._is_above(target, after) and (not self._group or target.version <= self.state.commit):
                 return slot
         return None
+
+    def _is_above(self, target: Announcement, after: int) -> bool:
+        """Whether a version is newer than `after`, or is the one last given out, with other weights: of a
+        trainer that began anew and offers its last version again, which nobody had hashed before.
+        """
+        anew = after == self._taken and target.roots != self._taken_roots
+        return target.version > after or (anew and target.version == after)
 
     # The pulling thread.
 
@@ -268,7 +278,7 @@ class Intake:
         here = [slot for slot in self.slots.having(*whole) if slot.is_of(target)]
         if any(slot.state is not SlotState.SPENT for slot in here):
             return False
-        if not (target.version > self._taken or any(after < target.version for after in self._asks)):
+        if not (target.version > self._taken or any(self._is_above(target, after) for after in self._asks)):
             return False
         if here:  # asked for once more
             here[0].state = SlotState.READY
@@ -282,7 +292,7 @@ class Intake:
         The ranks of an engine commit the same versions: what the coordinator has told the group to commit
         stays, and so does, for a lease, what it may be about to.
         """
-        waited_for = any(after < slot.target.version for after in self._asks)
+        waited_for = any(self._is_above(slot.target, after) for after in self._asks)
         if waited_for and self._ready(-1) is slot:
             return False
         if not self._group or slot.target.version < self.state.commit:

@@ -126,6 +126,7 @@ class Publisher:
         self.layout = layout
         self._pid = os.getpid()
         self._rank = rank
+        self._world_size = world_size
         self._chunk_bytes = chunk_bytes
         self._supersede_after = supersede_after
         self._timeout = timeout
@@ -218,9 +219,9 @@ class Publisher:
             arena = self._reserve()
             reserved = time.monotonic()
             try:
-                chunks = arena.fill(tensors, self._chunk_bytes)
-                root = manifests.root_hash(self._fingerprint, self._chunk_bytes, chunks)
-                if version == self._newest[0] and self._newest[1] not in (b"", root):
+                root, chunks = self._freeze(arena, tensors, version)
+                newest, known = self._newest
+                if version == newest and manifests.is_content(known) and known not in (b"", root):
                     raise StaleVersion(
                         f"version {version} of run {self.run!r} exists with other weights; publish"
                         f" {version + 1} or later"
@@ -230,7 +231,7 @@ class Publisher:
                 raise
             frozen = time.monotonic()
             ticket = Ticket(version, arena.nbytes, reserved - began, frozen - reserved)
-            copy = whole(arena, version, root, self._chunk_bytes, list(chunks))
+            copy = whole(arena, version, root, self._chunk_bytes, chunks)
             self._shelf.put(copy)
             with self._lock:
                 self._tickets.append(ticket)
@@ -294,6 +295,22 @@ class Publisher:
                 )
         self._raise_if_unusable()
         return self._shelf.reserve(oldest, self._supersede_after)
+
+    def _freeze(
+        self, arena: Arena, tensors: Mapping[str, torch.Tensor], version: int
+    ) -> tuple[bytes, list[int | None]]:
+        """Copy the tensors; the root and the hashes of the chunks.
+
+        While nobody takes this rank's bytes over a wire no hash is of use, except to compare a version that
+        the run has already, and the parts of replicated ranks. What has none gets it when it is asked for.
+        """
+        needed = self._server.sends or self._broadcaster is not None or self._world_size > 1
+        if needed or version == self._newest[0]:
+            chunks = arena.fill(tensors, self._chunk_bytes)
+            return manifests.root_hash(self._fingerprint, self._chunk_bytes, chunks), list(chunks)
+        arena.copy(tensors)
+        count = manifests.chunk_count(arena.nbytes, self._chunk_bytes)
+        return manifests.fresh_mark(), [None] * count
 
     def _announce(self, copy: Copy, freeze_seconds: float) -> None:
         nbytes = copy.arena.nbytes

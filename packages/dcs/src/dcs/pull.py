@@ -362,6 +362,7 @@ class Puller:
         for lane in lanes:
             source = lane.connection.source
             whole = source in same and source.rank >= 0 and lane.error is None
+            whole = whole and manifests.is_content(job.target.roots[source.rank])
             if whole and lane.connection.welcome.chunk_bytes == self._chunk_bytes:
                 hashes = [copy.hash(index) for index in range(len(copy.hashes))]
                 root = manifests.root_hash(self._fingerprint, self._chunk_bytes, hashes)

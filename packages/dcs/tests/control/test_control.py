@@ -101,6 +101,8 @@ def test_old_and_repeated_versions_are_refused(publish_to):
 
 def test_a_restarted_publisher_has_a_new_epoch_and_fences_the_old_one(publish_to, subscribe):
     old = publish_to(TENSORS)
+    old.publish(4, TENSORS)
+    subscribe(TENSORS, wires=("tcp",)).fetch(timeout=10)  # from now on versions are hashed as they are frozen
     old.publish(5, TENSORS)
     new = publish_to(TENSORS)
     assert (new.epoch, new.version) == (old.epoch + 1, 5)
@@ -114,6 +116,33 @@ def test_a_restarted_publisher_has_a_new_epoch_and_fences_the_old_one(publish_to
     staged = subscribe(TENSORS).next(timeout=10)
     assert staged is not None
     assert (staged.epoch, staged.version) == (new.epoch, 5)
+
+
+@pytest.mark.parametrize("other", [False, True])
+def test_a_version_that_was_never_hashed_is_delivered_again_by_a_restarted_publisher(
+    publish_to, subscribe, other
+):
+    old = publish_to(TENSORS)
+    old.publish(5, TENSORS)
+    reader = subscribe(TENSORS)
+    first = reader.next(timeout=10)
+    assert first is not None
+    assert first.wire == "shm"
+    first.ack()
+    new = publish_to(TENSORS)
+    weights = {"a": torch.ones(3), "w": torch.full((2, 2), 7.0)} if other else TENSORS
+    ticket = new.publish(5, weights)  # nobody can tell whether it is the same
+    again = reader.next(after=5, timeout=10)
+    assert again is not None
+    assert (again.epoch, again.version) == (new.epoch, 5)
+    assert torch.equal(again.tensors["w"], weights["w"])
+    again.ack()
+    assert list(ticket.wait(10).acked) == ["engine-0"]
+    assert reader.next(after=5, timeout=0.2) is None
+    new.publish(6, TENSORS)
+    newer = reader.next(after=5, timeout=10)
+    assert newer is not None
+    assert newer.version == 6
 
 
 def test_a_newer_subscriber_of_the_same_name_fences_the_old_one(publish_to, subscribe):

@@ -54,11 +54,14 @@ def test_a_flipped_bit_in_the_header_of_a_chunk_is_noticed(publish_to, subscribe
 
 def test_an_announced_root_that_the_chunks_do_not_have_is_no_version(publish_to, subscribe, monkeypatch):
     publisher = publish_to(TENSORS)
+    subscriber = subscribe(TENSORS)
+    publisher.publish(0, TENSORS)
+    take(subscriber, 0)  # now there is one who takes bytes, and versions are hashed as they are frozen
     with monkeypatch.context() as patched:
         patched.setattr("dcs.manifest.root_hash", lambda *_: bytes(16))
-        publisher.publish(0, TENSORS)
+        publisher.publish(1, TENSORS)
     with pytest.raises(dcs.CorruptChunk, match=r"has root .*, announced was 0000"):
-        subscribe(TENSORS).next(timeout=20)
+        subscriber.next(after=0, timeout=20)
 
 
 def test_a_path_that_always_damages_ends_in_a_typed_error_and_never_in_a_version(

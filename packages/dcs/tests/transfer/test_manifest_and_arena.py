@@ -118,3 +118,26 @@ def test_tensors_that_do_not_fit_the_layout_are_named(change, tensor, got, expec
     error = dcs.layout.mismatch(dcs.layout.of(tensors), layout, "these")
     assert error is not None
     assert (error.tensor, error.got, error.expected) == (tensor, got, expected)
+
+
+def test_what_is_only_mapped_is_never_hashed_and_what_is_sent_is_hashed_when_it_is_asked_for(
+    publish_to, subscribe, monkeypatch
+):
+    hashed = []
+    monkeypatch.setattr("dcs.memory.arena.Arena.fill", lambda *_: pytest.fail("hashed while it was frozen"))
+    monkeypatch.setattr(
+        "dcs.memory.shelf.hash_chunk", lambda view, real=manifests.hash_chunk: hashed.append(1) or real(view)
+    )
+    tensors = {"w": torch.arange(40_000.0)}
+    publisher = publish_to(tensors, chunk_bytes=64 << 10)
+    mapping = subscribe(tensors, "mapping", chunk_bytes=64 << 10)
+    publisher.publish(0, tensors)
+    staged = mapping.next(timeout=10)
+    assert staged is not None
+    assert staged.wire == "shm"
+    assert torch.equal(staged.tensors["w"], tensors["w"])
+    staged.ack()
+    assert hashed == []
+    found = subscribe(tensors, "far", wires=("tcp",), chunk_bytes=64 << 10).fetch(timeout=10)
+    assert torch.equal(found["w"], tensors["w"])
+    assert len(hashed) == 3  # its chunks, once each

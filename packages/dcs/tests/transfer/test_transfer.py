@@ -148,7 +148,7 @@ def test_a_late_joiner_gets_the_newest_version_at_once(publish_to, subscribe):
 
 def test_a_held_version_stays_as_it_is_while_newer_ones_arrive(publish_to, subscribe):
     tensors = small(0)
-    publisher, subscriber = publish_to(tensors), subscribe(tensors)
+    publisher, subscriber = publish_to(tensors, supersede_after=0.1), subscribe(tensors)
     publisher.publish(0, small(0))
     held = subscriber.next(timeout=10)
     assert held is not None

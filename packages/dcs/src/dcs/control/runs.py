@@ -25,6 +25,7 @@ from dcs.control.messages import (
 )
 from dcs.control.topology import Fabric
 from dcs.layout import Layout
+from dcs.manifest import is_content
 
 MAX_DEPARTED = 64
 
@@ -235,8 +236,8 @@ class Run:
         if version == self.version and self.roots is None:
             return None  # a restarted coordinator takes what comes
         if version == self.version and self.roots is not None and len(self.roots) == gang.world_size:
-            if self.roots[rank] == root:
-                return None
+            if self.roots[rank] == root or not (is_content(root) and is_content(self.roots[rank])):
+                return None  # the same, or (where one was never hashed) taken again by those that have it
             return (
                 f"version {version} of run {self.name!r} exists with other weights on rank {rank}; publish"
                 f" {version + 1} or later"

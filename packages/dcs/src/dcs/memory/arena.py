@@ -16,7 +16,7 @@ import xxhash
 
 from dcs.errors import DcsError, LayoutMismatch, NoMemory
 from dcs.layout import Layout, local, spec_of
-from dcs.layout.tensors import FLOATING
+from dcs.layout.tensors import FLOATING, TensorSpec
 
 _BLOCK_BYTES = 1 << 20  # that are copied and then hashed, while they are in cache
 _numbers = itertools.count(1)
@@ -112,6 +112,12 @@ class Arena:
                 hashes.up_to(end)
         return hashes.finish()
 
+    def copy(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """`fill` without the hashes, which is a third cheaper."""
+        with torch.no_grad():
+            for name, view in self.tensors.items():
+                view.copy_(local(tensors[name]))
+
     def close(self) -> None:
         """Close the descriptor. The memory goes when the last view of it goes, here and elsewhere."""
         descriptor, self.descriptor = self.descriptor, -1
@@ -157,6 +163,18 @@ def _bytes_of(tensor: torch.Tensor, dtype: torch.dtype) -> np.ndarray | None:
     return tensor.detach().reshape(-1).view(torch.uint8).numpy()
 
 
+def _is_plainly(tensor: object, spec: TensorSpec) -> bool:
+    """Whether it is just what the spec says; otherwise it may still be. As cheap as can be."""
+    return (
+        isinstance(tensor, torch.Tensor)
+        and type(tensor) in (torch.Tensor, torch.nn.Parameter)
+        and not (tensor.is_nested or tensor.is_meta)
+        and tensor.shape == spec.shape
+        and tensor.dtype is getattr(torch, spec.dtype)
+        and tensor.layout is torch.strided
+    )
+
+
 def check(tensors: Mapping[str, torch.Tensor], layout: Layout, cast: bool = False) -> None:
     """Raise `LayoutMismatch` unless `tensors` are exactly those of `layout`.
 
@@ -168,6 +186,8 @@ def check(tensors: Mapping[str, torch.Tensor], layout: Layout, cast: bool = Fals
         )
     for spec in layout.tensors:
         tensor = tensors.get(spec.name)
+        if _is_plainly(tensor, spec):
+            continue
         if tensor is None:
             raise LayoutMismatch(
                 f"tensor {spec.name!r} is absent, expected {spec}", spec.name, "absent", str(spec)

@@ -84,9 +84,9 @@ class Selected:
 
     def arrived(self, index: int | None) -> bool:
         """Whether chunk `index` (None: every one) can be read."""
-        if index is not None and self._aligned:
-            return self._copy.complete or not self._copy.missing[index]
-        return self._copy.complete
+        if self._copy.complete:
+            return True
+        return index is not None and self._aligned and not self._copy.missing[index]
 
     def read(
         self, index: int, shelf: Shelf

@@ -37,6 +37,7 @@ class Connection:
         self.source = source
         self.unix = unix
         self.welcome = frames.Welcome("", 0)
+        self._header = bytearray(frames.REPLY.size)
         self._numbers = itertools.count(1)
         self._selections: dict[bytes, int] = {}
         endpoint = source.endpoint
@@ -99,8 +100,8 @@ class Connection:
         `ProtocolError`, `OSError`.
         """
         while True:
-            header = streams.receive(self._sock, frames.REPLY.size)
-            status, encoding, index, length, value, base = frames.REPLY.unpack(header)
+            streams.receive_into(self._sock, memoryview(self._header))
+            status, encoding, index, length, value, base = frames.REPLY.unpack(self._header)
             if status == frames.OK:
                 return encoding, index, length, value, base
             if status == frames.SUPERSEDED:

@@ -96,6 +96,12 @@ class ChunkServer:
         """Where it can be reached, as the coordinator tells others."""
         return Endpoint(host, self.port, machine_id(), self.path)
 
+    @property
+    def sends(self) -> bool:
+        """Whether there is a reader that takes its bytes over TCP, and does not map them."""
+        with self._lock:
+            return any(connection.sends for connection in self._connections)
+
     def drop(self, member: int) -> None:
         """Cut the connections of a reader that has been evicted."""
         with self._lock:
@@ -194,6 +200,7 @@ class _Connection:
         self._chunk_bytes = 0
         self.open = True
         self.maps = False
+        self.sends = False
         self.member = 0
         self.thread = threading.Thread(target=self._run, name="dcs-serve", daemon=True)
 
@@ -206,6 +213,7 @@ class _Connection:
     def _run(self) -> None:
         try:
             if self._welcome():
+                self.sends = self._sock.family != socket.AF_UNIX
                 self._serve()
         except (OSError, DcsError):
             return  # gone, stalled, cut or refused: it reconnects and resumes, or its lease lapses
@@ -214,7 +222,7 @@ class _Connection:
                 self._shelf.close_reader(self, copy, done=False)
             self._copies.clear()  # their memory may have to go
             with self._lock:
-                self.open = False
+                self.open = self.sends = False
                 self._sock.close()
 
     def _welcome(self) -> bool:
@@ -326,14 +334,20 @@ class _Connection:
             raise ProtocolError(f"asked for chunks {first} to {first + count} of {len(selection)}")
         older = None if base == frames.NO_BASE else self._shelf.find(base)
         selected = Selected(copy, selection, older, self._server.unit)
-        for index in range(first, first + count):
-            if not copy.complete:
-                self._await(copy, selected, index)
-            with self._shelf.sending(copy):
-                encoding, hashes, parts, nbytes = selected.read(index, self._shelf)
-                header = frames.REPLY.pack(frames.OK, encoding, index, nbytes, *hashes)
-                streams.send(self._sock, header, *parts)
-            self._server.count(nbytes)
+        index, end, sent = first, first + count, 0
+        try:
+            while index < end:
+                if not selected.arrived(index):
+                    self._await(copy, selected, index)
+                with self._shelf.sending(copy):  # as long as there is something to send, and it is wanted
+                    while index < end and not copy.retired and selected.arrived(index):
+                        encoding, hashes, parts, nbytes = selected.read(index, self._shelf)
+                        header = frames.REPLY.pack(frames.OK, encoding, index, nbytes, *hashes)
+                        streams.send(self._sock, header, *parts)
+                        sent += nbytes
+                        index += 1
+        finally:
+            self._server.count(sent)
 
     def _send_memory(self, copy: Copy) -> None:
         if self._sock.family != socket.AF_UNIX or self._fingerprint != self._server.fingerprint:

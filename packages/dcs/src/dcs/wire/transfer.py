@@ -84,8 +84,8 @@ class Transfer:
         copy = self.copy
         progress.state[index] = LANDED
         if progress.stream.selection.whole:
+            copy.hashes[index] = value  # first, as a server looks at `missing` without the lock
             copy.missing[index] = 0
-            copy.hashes[index] = value
         else:
             copy.selected.setdefault(progress.stream.key, [None] * len(progress.stream))[index] = value
             for touched, size in progress.stream.touched[index]:
@@ -220,9 +220,9 @@ class Lane:
 
     def _receive_dense(self, index: int, size: int, value: int) -> _Got:
         copy = self._transfer.copy
-        rows = self._progress.stream.into[index]
         spans = self._progress.stream.spans(index)
         if spans is None or not self._unshared(index):
+            rows = self._progress.stream.into[index]
             view = self._buffer(size)
             self.connection.receive_into(memoryview(view))
             if hash_chunk(memoryview(view)) != value:
@@ -284,6 +284,8 @@ class Lane:
 
     def _unshared(self, index: int) -> bool:
         """Whether no chunk of the copy that this one falls into has landed: peers may be reading those."""
+        if self._progress.stream.selection.whole:
+            return True  # it falls into the one of its number, which is this lane's until it has landed
         missing = self._transfer.copy.missing
         return all(missing[touched] for touched, _ in self._progress.stream.touched[index])
 
