@@ -82,7 +82,8 @@ def codec(sides: Sides) -> None:
     )
     how = (
         f"{len(base) / 1e6:.0f} MB of bfloat16 weights, of which one step changed {changed:.2%}, in chunks "
-        f"of 4 MiB; one thread, by its clock; {count} rounds in turn; medians; {load_note(others.others())}"
+        f"of 4 MiB; applied by: {delta.implementation()}; one thread, by its clock; {count} rounds in turn; "
+        f"medians; {load_note(others.others())}"
     )
     print_claim(figure("delta: values that the step changed", changed, "1", how))
     for name, smaller in (("plain", 45), ("zstd", 65)):

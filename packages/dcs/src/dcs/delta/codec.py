@@ -10,6 +10,7 @@ from dcs.delta import gaps, values
 from dcs.delta.density import sample, share
 from dcs.delta.difference import DTYPES, Bytes, Positions, Values, difference
 from dcs.delta.gaps import Gaps
+from dcs.delta.kernel import Kernel, loaded
 
 # A share of changed units above which a bitmap is used, and above which nothing beats the range itself.
 BITMAP_ABOVE: Final = 0.06
@@ -55,7 +56,7 @@ def encode(base: Bytes, new: Bytes, unit: int, limit: int, *, compress: bool = T
         unit: bytes of one value of the tensors in the range: 1 (fp8), 2 (bf16, fp16) or 4 (fp32). A wrong one
             costs size, never exactness.
         limit: bytes that a delta may have, for example half of those of the range.
-        compress: store with zstd what it makes smaller. False for links that are faster than that.
+        compress: store with zstd what it makes an eighth smaller. False for links that are faster than that.
     """
     _check(base, unit)
     if len(new) != len(base):
@@ -122,9 +123,50 @@ def apply(
     Raises:
         CorruptDelta: the payload is damaged, or for a range of another length; `target` is as it was.
     """
-    header, (index, codes, narrow, wide), tail = wire.unpack(payload, len(target))
+    header, sections, tail = wire.unpack(payload, len(target))
+    _check(target, header.unit)
+    kernel = loaded()
+    if kernel is not None and header.index != wire.BITMAP and target.flags.writeable:
+        changed = _apply_compiled(kernel, header, sections, tail, target, behind)
+        if changed is not None:
+            return changed
+    return _apply_numpy(header, sections, tail, target, behind)  # it says what is wrong with a delta, too
+
+
+def _apply_compiled(
+    kernel: Kernel,
+    header: wire.Header,
+    sections: list[bytes],
+    tail: bytes,
+    target: Bytes,
+    behind: Changed | None,
+) -> Changed | None:
+    """As `apply`, from gaps; None, with `target` as it was, where anything is not as it should be."""
+    index, codes, narrow, wide = sections
     unit = header.unit
-    _check(target, unit)
+    steps = gaps.from_gaps(index, header.index)
+    if not kernel.leads(steps, len(target) // unit):
+        return None
+    result = kernel.decoded(header.form, codes, narrow, wide, unit, header.count)
+    if result is None:
+        return None
+    before = None
+    if behind is not None:
+        _check_length(behind, target)
+        if behind.unit != unit or not _is_sound(kernel, behind):
+            return None
+        before = behind.gaps, behind.values
+    kernel.add(steps, result, target, before)
+    target[len(target) - len(tail) :] = np.frombuffer(tail, np.uint8)
+    return Changed(len(target), unit, steps, result, tail)
+
+
+def _apply_numpy(
+    header: wire.Header, sections: list[bytes], tail: bytes, target: Bytes, behind: Changed | None
+) -> Changed | None:
+    """As `apply`."""
+    index, codes, narrow, wide = sections
+    unit = header.unit
     units = len(target) // unit
     steps = None
     if header.index == wire.BITMAP:
@@ -160,16 +202,39 @@ def copy_changed(changed: Changed, target: Bytes, *, source: Bytes | None = None
     """
     _check_length(changed, target)
     _check(target, changed.unit)
+    if source is not None:
+        _check_length(changed, source)
+        _check(source, changed.unit)
+    whole = changed.nbytes // changed.unit * changed.unit
+    kernel = loaded()
+    if kernel is None or not target.flags.writeable or not _is_sound(kernel, changed):
+        _copy_numpy(changed, target, source)
+    elif source is None:
+        kernel.put(changed.gaps, changed.values, target)
+    else:
+        kernel.take(changed.gaps, source, target, changed.unit)
+    target[whole:] = np.frombuffer(changed.tail, np.uint8) if source is None else source[whole:]
+
+
+def _copy_numpy(changed: Changed, target: Bytes, source: Bytes | None) -> None:
+    """As `copy_changed`, but for the tail."""
     positions = gaps.to_positions(changed.gaps)
-    if source is None:
-        _restore(changed, positions, target)
-        return
-    _check_length(changed, source)
-    _check(source, changed.unit)
     whole = changed.nbytes // changed.unit * changed.unit
     dtype = DTYPES[changed.unit]
-    target[:whole].view(dtype)[positions] = source[:whole].view(dtype)[positions]
-    target[whole:] = source[whole:]
+    new = changed.values if source is None else source[:whole].view(dtype)[positions]
+    target[:whole].view(dtype)[positions] = new
+
+
+def _is_sound(kernel: Kernel, changed: Changed) -> bool:
+    """Whether the kernel may follow what a caller has kept: it writes wherever gaps lead."""
+    return (
+        changed.values.itemsize == changed.unit
+        and len(changed.values) == len(changed.gaps)
+        and changed.values.flags.c_contiguous
+        and changed.gaps.flags.c_contiguous
+        and changed.gaps.itemsize <= 2
+        and kernel.leads(changed.gaps, changed.nbytes // changed.unit)
+    )
 
 
 def _restore(changed: Changed, positions: Positions, target: Bytes) -> None:
