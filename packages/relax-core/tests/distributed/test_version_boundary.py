@@ -1,4 +1,6 @@
-"""The version boundary as a whole: any interleaving of train, publish, commit and sample keeps its rules."""
+"""The version boundary as a whole: any interleaving of train, publish, commit and sample keeps its rules,
+engines that leave and join among them.
+"""
 
 import pytest
 from hypothesis import settings
@@ -32,14 +34,39 @@ class Boundary(RuleBasedStateMachine):
     @rule(name=st.sampled_from(["a", "b"]))
     def commit(self, name: str) -> None:
         """The engine takes the newest version; what it samples from now on is of that one."""
-        if self.published > self.serving[name]:
+        if name in self.serving and self.published > self.serving[name]:
             self.serving[name] = self.published
 
     @rule(name=st.sampled_from(["a", "b"]))
     def tell_rollout(self, name: str) -> None:
-        if self.serving[name] > self.told[name]:
+        if name in self.serving and self.serving[name] > self.told[name]:
             self.told[name] = self.serving[name]
             self.rollout.committed(name, self.serving[name])
+
+    @rule(name=st.sampled_from(["a", "b"]))
+    def lose(self, name: str) -> None:
+        """The engine is gone; what ran there is not, and is placed again when one may start it."""
+        if name in self.serving:
+            del self.serving[name], self.told[name]
+            self.rollout.left(name)
+            for ordinal, (engine, slot, versions) in self.running.items():
+                if engine == name:
+                    self.running[ordinal] = ("", slot, versions)
+
+    @rule(name=st.sampled_from(["a", "b"]))
+    def join_again(self, name: str) -> None:
+        """A new start of it, without weights."""
+        if name not in self.serving:
+            self.serving[name] = self.told[name] = -1
+            self.rollout.joined(name)
+
+    @rule(keeps=st.booleans())
+    def move(self, keeps: bool) -> None:
+        """Requests of lost engines go to one that may start their step, with the tokens so far or without."""
+        for ordinal, (engine, slot, versions) in self.running.items():
+            routable = self.rollout.routable(slot.step)
+            if not engine and routable:
+                self.running[ordinal] = (routable[-1], slot, versions if keeps else [])
 
     @rule()
     def start(self) -> None:
@@ -57,13 +84,17 @@ class Boundary(RuleBasedStateMachine):
     def sample(self, data: st.DataObject) -> None:
         ordinal = data.draw(st.sampled_from(sorted(self.running)))
         engine, _, versions = self.running[ordinal]
-        versions.append(self.serving[engine])
+        if engine:
+            versions.append(self.serving[engine])
 
     @precondition(lambda self: self.running)
     @rule(data=st.data(), fails=st.booleans())
     def finish(self, data: st.DataObject, fails: bool) -> None:
         ordinal = data.draw(st.sampled_from(sorted(self.running)))
-        engine, slot, versions = self.running.pop(ordinal)
+        engine, slot, versions = self.running[ordinal]
+        if not engine and not fails:
+            return
+        del self.running[ordinal]
         if fails:
             self.pacer.failed(ordinal)
             return
@@ -98,13 +129,19 @@ class Boundary(RuleBasedStateMachine):
         """From wherever it got to, the run can always be finished: nothing waits for ever."""
         if not hasattr(self, "pacer"):
             return
+        for name in ("a", "b"):
+            self.join_again(name)
         for _ in range(STEPS * GROUPS * 10):
             for name in self.serving:
                 self.commit(name)
                 self.tell_rollout(name)
             self.start()
+            self.move(keeps=True)
             for ordinal in list(self.running):
-                engine, slot, versions = self.running.pop(ordinal)
+                engine, slot, versions = self.running[ordinal]
+                if not engine:
+                    continue
+                del self.running[ordinal]
                 versions.append(self.serving[engine])
                 self.bus.setdefault(slot.step, []).append(versions)
                 self.pacer.finished(ordinal)
@@ -130,6 +167,24 @@ def test_an_engine_without_weights_is_not_routable() -> None:
     clock = VersionClock(3)
     clock.joined("a")
     assert clock.routable(0) == []
+
+
+def test_an_engine_that_left_is_not_waited_for_and_joins_again_without_weights() -> None:
+    clock = VersionClock(1)
+    clock.joined("a")
+    clock.committed("a", 4)
+    with pytest.raises(VersionViolation, match="joined a second time"):
+        clock.joined("a")
+    clock.left("a")
+    assert clock.routable(0) == []
+    with pytest.raises(VersionViolation, match="left but never joined"):
+        clock.left("a")
+    with pytest.raises(VersionViolation, match="never joined"):
+        clock.committed("a", 5)
+    clock.joined("a")
+    assert not clock.may_start(4, "a")
+    clock.committed("a", 5)
+    assert clock.may_start(6, "a")
 
 
 def test_a_version_never_goes_back() -> None:

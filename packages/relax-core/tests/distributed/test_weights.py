@@ -139,6 +139,32 @@ async def test_a_coordinator_that_is_started_again_costs_a_wait_and_no_version(
         publisher.close()
 
 
+async def test_an_engine_that_is_lost_is_not_waited_for(coordinator: dcs.CoordinatorProcess) -> None:
+    """It has not left: the coordinator keeps a member that died for a lease, 20 s here."""
+    endpoint, settings = Endpoint(coordinator.address, "t"), WeightSettings(timeout_seconds=60)
+    publisher = WeightPublisher(endpoint, "r", tensors(0), settings)
+    lost: dcs.Subscriber | None = None
+    try:
+        async with following({"engine-0": Engine()}, endpoint, settings):
+            first = await publish_until_all_take(publisher, 0, {"engine-0"})
+            lost = dcs.Subscriber(
+                endpoint.address, run="r", name="engine-1", layout=dcs.layout.of(tensors(0)), token="t"
+            )
+            await asyncio.to_thread(publisher.publish, first, tensors(first))
+            asked = asyncio.create_task(asyncio.to_thread(publisher.publish, first + 1, tensors(first + 1)))
+            await asyncio.wait({asked}, timeout=1.5)
+            assert not asked.done()  # it may yet take it
+            publisher.away = frozenset({"engine-1"})
+            stats = await asyncio.wait_for(asked, 10)
+            assert stats is not None
+            assert stats.pending == ("engine-1",)
+            assert stats.acked.keys() == {"engine-0"}
+    finally:
+        if lost is not None:
+            lost.close()
+        publisher.close()
+
+
 def test_the_first_version_has_none_before_it(coordinator: dcs.CoordinatorProcess) -> None:
     publisher = WeightPublisher(Endpoint(coordinator.address, "t"), "r", tensors(0), WeightSettings())
     try:

@@ -154,8 +154,8 @@ def aborted(kept: Generation | None) -> Generation:
 
 def _joined_routes(prompt: int, kept: Generation, rest: Generation) -> np.ndarray | None:
     """The routes of the engine that saw a token first, then those of the other one."""
-    if kept.routes is None or rest.routes is None:
-        return None
     if not len(rest.tokens):
         return kept.routes
+    if kept.routes is None or rest.routes is None:
+        return None
     return np.concatenate([kept.routes, rest.routes[prompt + len(kept.tokens) - 1 :]])

@@ -149,15 +149,16 @@ class Router:
 
     def place(self, ask: Ask, may: Callable[[str], bool]) -> str | None:
         group = self._groups.get(ask.group)
-        if group is not None and group.awaited and ask.episode not in group.episodes:
-            if self._stands(group.name, group.life) and may(group.name):
-                self._use_reservation(group)
-                return self._placed(ask, group, group.name, remember=False)
-            self._drop_reservation(group)
+        new = group is not None and group.awaited > 0 and ask.episode not in group.episodes
+        if group is not None and new and self._stands(group.name, group.life) and may(group.name):
+            self._use_reservation(group)
+            return self._placed(ask, group, group.name, remember=False)
         least = next((load.name for load in self._order if may(load.name)), None)
         if least is None:
             return None
         first = group is None
+        if group is not None and new:
+            self._drop_reservation(group)  # it does not stay together
         cost = ask.tokens * (ask.members if first else 1)
         name = self._holder(ask, group, least, cost, may) or least
         if first:
