@@ -60,6 +60,7 @@ class Engine:
             "copy": self.copy,
             "watch": self.watch,
             "counts": self.counts,
+            "measure": self.measure,
             "leave": self.leave,
         }
 
@@ -181,8 +182,13 @@ class Engine:
             staged.ack()
         return {"seen": seen, "torn": torn}
 
+    def measure(self, on: bool) -> dict[str, float]:
+        """Whether hashes are measured from now on."""
+        _verifying.on = on
+        return {}
+
     def counts(self) -> dict[str, float]:
-        """CPU-seconds that verifying has cost since this process began, and bytes sent to others."""
+        """CPU-seconds that verifying has cost while it was measured, and bytes sent to others."""
         return {"verify_cpu": _verifying.seconds, "sent": self._sent.read()}
 
     def leave(self) -> dict[str, float]:
