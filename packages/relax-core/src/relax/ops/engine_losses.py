@@ -27,14 +27,14 @@ class EngineLosses:
                 moved = f"; its {requests} requests go to others" if requests else ""
                 return (
                     f"{name} was lost {short_time(event['seconds'])} after it was last heard: "
-                    f"{event['reason']}{moved}"
+                    f"{_short(event['reason'])}{moved}"
                 )
             case "engine back":
                 self._away.append(event["seconds"])
                 return f"{name} is back after {short_time(event['seconds'])}, at version {event['version']}"
             case "engine given up":
                 self._given_up.append(name)
-                return f"{name} is not started again: {event['reason']}"
+                return f"{name} is not started again: {_short(event['reason'])}"
         return None
 
     @property
@@ -46,3 +46,8 @@ class EngineLosses:
         back = f"; back {len(self._away)}x, after {short_time(max(self._away))} at most" if self._away else ""
         gone = f"; not started again: {', '.join(self._given_up)}" if self._given_up else ""
         return f"lost {who}{back}{gone}; {self.asked_again} requests were asked again"
+
+
+def _short(reason: str) -> str:
+    """A reason's last line: that of a traceback says what happened."""
+    return next((line.strip() for line in reversed(reason.splitlines()) if line.strip()), reason)
