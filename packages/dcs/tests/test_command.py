@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import select
 import signal
 import stat
@@ -219,3 +220,10 @@ def test_a_keeper_runs_until_it_is_told_to_end():
         assert ready["pid"] == process.pid
         process.terminate()
         assert process.wait(10) == 0
+
+
+def test_the_command_says_of_which_version_it_is(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    assert re.fullmatch(r"dcs \d+\.\d+\.\d+\n", capsys.readouterr().out)

@@ -7,6 +7,7 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from importlib.metadata import version
 
 import msgspec
 
@@ -25,6 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         return command.main(given[1:])
     parser = argparse.ArgumentParser(prog="dcs", description="Broadcast model weights, verified and whole.")
+    parser.add_argument("--version", action="version", version=f"dcs {version('relax-dcs')}")
     commands = parser.add_subparsers(dest="command", required=True)
     _add_serve(commands)
     top.register(commands)
