@@ -16,8 +16,15 @@ SMALL = (
 )
 
 
-@pytest.mark.parametrize("seed", [0, 1])
-@pytest.mark.parametrize("mode", ["async", "colocate"])
+@pytest.mark.parametrize(
+    ("mode", "seed"),
+    [
+        ("colocate", 0),
+        ("async", 1),
+        pytest.param("colocate", 1, marks=pytest.mark.slow),
+        pytest.param("async", 0, marks=pytest.mark.slow),  # by default on Ray: the quick start
+    ],
+)
 def test_the_sevens_task_is_learnt(local: Local, mode: str, seed: int) -> None:
     run = local("quickstart", f"mode={mode}", f"max_staleness={int(mode == 'async')}", f"seed={seed}")
     assert len(run.rewards) == 60

@@ -1,8 +1,6 @@
 """What a run makes of its queue: byte limits, token budgets, transports, processes that die."""
 
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -11,6 +9,7 @@ from typing import Any
 
 import pytest
 import transferqueue as tq
+from relax.entrypoints.cli import app
 from relax.orchestration.launcher import RoleFailed
 
 Local = Callable[..., Any]
@@ -124,21 +123,11 @@ def test_micro_batches_by_tokens_repeat_bit_for_bit_in_colocate(local: Local) ->
     assert [e["micro_batches"] for e in first.lines("schedule/segment-0/actor.jsonl")] == [[2, 2]] * 4
 
 
-def test_doctor_says_how_samples_travel_and_what_the_queue_may_hold() -> None:
-    done = subprocess.run(
-        [
-            str(Path(sys.executable).parent / "relax"),
-            "doctor",
-            "configs/quickstart.yaml",
-            "queue.max_bytes=1GiB",
-        ],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "queue: shm, at most 1.0 GiB (queue.max_bytes = 1GiB)" in done.stdout
+def test_doctor_says_how_samples_travel_and_what_the_queue_may_hold(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    app(args=["doctor", "configs/quickstart.yaml", "queue.max_bytes=1GiB"], standalone_mode=False)
+    assert "queue: shm, at most 1.0 GiB (queue.max_bytes = 1GiB)" in capfd.readouterr().out
 
 
 def test_the_memory_of_trained_steps_is_let_go_of(local: Local) -> None:
