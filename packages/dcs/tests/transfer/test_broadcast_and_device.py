@@ -75,7 +75,7 @@ def test_a_process_ends_well_while_a_group_is_waiting_for_a_peer(coordinator, cl
 import sys, threading, dcs, torch
 tensors = {"a": torch.zeros(1000)}
 layout = dcs.layout.of(tensors)
-options = dict(collective="gloo", collective_seconds=2.0)
+options = dict(collective="gloo", collective_seconds=4.0)
 publisher = dcs.Publisher(sys.argv[1], run="r", layout=layout, **options)
 subscriber = dcs.Subscriber(sys.argv[1], run="r", name="e", layout=layout, **options)
 busy = threading.Event()
