@@ -6,6 +6,7 @@ from pydantic import Field
 
 from relax.config.base import Settings
 from relax.config.lora import LoraSettings
+from relax.config.megatron import MegatronSettings
 from relax.config.parallel import ParallelSettings
 from relax.config.sglang import SglangSettings
 
@@ -108,6 +109,8 @@ class ActorSettings(ParallelSettings):
     Pays where their lengths differ much.
     """
     lora: LoraSettings = LoraSettings()
+    megatron: MegatronSettings = MegatronSettings()
+    """For `backend = megatron`."""
     rank_tokens: int | None = Field(default=None, ge=1)
     """Most tokens, prompts included, in one forward and backward of a rank: a micro-batch is cut further,
     into equally many pieces on every replica. A pipeline is filled with as many pieces as it has stages.

@@ -1,0 +1,91 @@
+"""Plain transformers in float64: what every split has to come to. Knows nothing of the backend."""
+
+import math
+
+import torch
+from rank_cases import SETTINGS, batches, loss
+from relax.algorithms.spec import LossInputs
+from relax.backends.train.base import Packed
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+
+def load(folder: str) -> torch.nn.Module:
+    # The grouped kernels of experts know no float64.
+    return AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float64, attn_implementation="sdpa", experts_implementation="eager"
+    ).eval()
+
+
+def logprobs(model: torch.nn.Module, batch: Packed, temperature: float) -> Tensor:
+    """Row by row, without padding or packing."""
+    found = []
+    for first, last, prompt in zip(
+        batch.offsets[:-1].tolist(), batch.offsets[1:].tolist(), batch.prompt_lengths.tolist(), strict=True
+    ):
+        row = batch.tokens[first:last]
+        logits = model(input_ids=row[None], use_cache=False).logits[0].double() / temperature
+        scores = logits.log_softmax(-1)[prompt - 1 : -1]
+        found.append(scores.gather(1, row[prompt:, None])[:, 0])
+    return torch.cat(found)
+
+
+def split(named: dict[str, Tensor]) -> dict[str, Tensor]:
+    """transformers holds the experts of a layer in two tensors; on disk each has its own."""
+    found = {}
+    for name, tensor in named.items():
+        head, fused, kind = name.rpartition(".experts.")
+        if not fused:
+            found[name] = tensor
+            continue
+        for expert, part in enumerate(tensor):
+            if kind == "down_proj":
+                found[f"{head}.experts.{expert}.down_proj.weight"] = part
+            else:
+                gate, up = part.chunk(2)
+                found[f"{head}.experts.{expert}.gate_proj.weight"] = gate
+                found[f"{head}.experts.{expert}.up_proj.weight"] = up
+    return found
+
+
+def one_step(
+    folder: str, vocabulary: int, seed: int = 11, scale: float = 1 / 40
+) -> dict[str, dict[str, Tensor]]:
+    model = load(folder)
+    temperature = SETTINGS["temperature"]
+    work = batches(seed, vocabulary)
+    named = dict(model.named_parameters())
+    with torch.no_grad():
+        scores = {f"before.{i}": logprobs(model, batch, temperature) for i, batch in enumerate(work)}
+    total, count = 0.0, 0.0
+    for batch in work:
+        outputs = loss(
+            LossInputs(
+                logprobs(model, batch, temperature),
+                batch.fields["rollout_logprobs"].double(),
+                batch.fields["advantages"].double(),
+                batch.fields["loss_mask"],
+                batch.response_offsets,
+            )
+        )
+        outputs.loss.backward()
+        total += float(outputs.loss.detach())
+        count += outputs.count
+    grads = {name: parameter.grad.clone() for name, parameter in named.items()}
+    norm = math.sqrt(sum(float(g.square().sum()) for g in grads.values())) * scale
+    factor = scale * min(1.0, SETTINGS["clip_grad_norm"] / norm)
+    for parameter in named.values():
+        parameter.grad.mul_(factor)
+    groups = [
+        {"params": [p for p in named.values() if p.ndim >= 2], "weight_decay": SETTINGS["weight_decay"]},
+        {"params": [p for p in named.values() if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    torch.optim.AdamW(groups, lr=SETTINGS["lr"], betas=(0.9, 0.95), eps=1e-8).step()
+    with torch.no_grad():
+        scores |= {f"after.{i}": logprobs(model, batch, temperature) for i, batch in enumerate(work)}
+    return {
+        "scores": scores,
+        "grads": split(grads),
+        "weights": split({name: parameter.detach().clone() for name, parameter in named.items()}),
+        "sums": {"loss": torch.tensor(total), "count": torch.tensor(count), "norm": torch.tensor(norm)},
+    }
