@@ -15,12 +15,12 @@ import transferqueue as tq
 from relax import schema
 from relax.algorithms.spec import Algorithm, LossOutputs
 from relax.backends.train.base import StepStats, TrainBackend
-from relax.components.context import RunContext
+from relax.components.context import Closes, RunContext
 from relax.distributed.bus import Bus
 from relax.distributed.schedule import Record, read
 from relax.distributed.version_clock import VersionClock
-from relax.distributed.weights import WeightPublisher, publish_metrics
-from relax.engine.checkpoints import Checkpoints, Trained
+from relax.distributed.weights import Publishing, publish_metrics
+from relax.engine.checkpoints import Checkpoints, Trained, snapshot
 from relax.engine.micro_batches import Group, canonical, chunked, groups_of, ordered, pack, within
 from relax.ops.reports import Reports
 
@@ -82,7 +82,7 @@ class Actor:
         backend: TrainBackend,
         algorithm: Algorithm,
         checkpoints: Checkpoints,
-        publisher: WeightPublisher,
+        publisher: Publishing,
         reports: Reports,
     ) -> None:
         self._context = context
@@ -144,6 +144,8 @@ class Actor:
 
     async def close(self) -> None:
         self._publisher.close()
+        if isinstance(self._backend, Closes):
+            await self._in_thread(self._backend.close)
         self._compute.shutdown(wait=True)
         self._record.close()
         self._journal.close()
@@ -322,11 +324,11 @@ class Actor:
 
     def _publish(self) -> dict[str, float]:
         """Publish the newest version; returns what is told of the one before."""
-        stats = self._publisher.publish(self._clock.actor, dict(self._backend.tensors()))
+        stats = self._publisher.publish(self._clock.actor)
         return publish_metrics(stats) if stats is not None else {}
 
     def _save(self) -> None:
-        self._checkpoints.save(self._clock.actor, self._backend.state(), self._trained.state())
+        self._checkpoints.save(self._clock.actor, snapshot(self._backend), self._trained.state())
         self._reports.add("event", event="checkpoint", step=self._clock.actor)
 
 

@@ -4,14 +4,14 @@ import inspect
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import agentic
 from agentic.environments import environment_factory
 from omni_processor import OmniProcessor
 
 from relax.backends.routes import routing_of
-from relax.components.context import RunContext
+from relax.components.context import Closes, RunContext
 from relax.config.base import ConfigError
 from relax.config.run import RunConfig
 from relax.distributed.schedule import placements
@@ -23,6 +23,9 @@ from relax.engine.rewards import registry as rewards
 from relax.engine.rewards.base import Reward, RewardInput
 from relax.engine.router import Placement, RecordedPlacement, Router, StaticPlacement
 from relax.ops.reports import Reports
+
+if TYPE_CHECKING:
+    from relax.distributed.weights import Publishing
 
 
 def rollout(context: RunContext, engines: Mapping[str, ReplicaEngine], reports: Reports) -> Any:
@@ -74,34 +77,67 @@ def advantages(context: RunContext) -> Any:
     return Advantages(context)
 
 
-def reference(context: RunContext) -> Any:
+def reference(context: RunContext, seat: Any = None) -> Any:
     """The Reference role, with the policy as it was before the first step."""
     from relax.components.reference import Reference
+    from relax.components.trainers import role_trainer
 
-    return Reference(context, lambda: trainer(context.config, initial_folder(context.folder)))
+    folder = initial_folder(context.folder)
+    return Reference(context, lambda: role_trainer(context, "reference", folder, seat))
 
 
-def actor(context: RunContext, reports: Reports) -> Any:
-    """The Actor role, restored from the context's checkpoint or warmed up."""
+def actor(context: RunContext, reports: Reports, seat: Any = None) -> Any:
+    """The Actor role, restored from the context's checkpoint or warmed up. Ranks of its trainer come to the
+    seat, where a launcher starts them.
+    """
     from relax.components.actor import Actor
     from relax.components.advantages import algorithm_of
+    from relax.components.trainers import role_trainer
     from relax.components.warm_up import warm_up
-    from relax.distributed.weights import WeightPublisher
-    from relax.engine.checkpoints import Checkpoints, read_checkpoint
+    from relax.engine.checkpoints import Checkpoints, restore
 
     config = context.config
-    backend = trainer(config, context.model)
-    if context.checkpoint is not None:
-        state, _ = read_checkpoint(context.checkpoint)
-        backend.load_state(state)
-    else:
-        if config.actor.supervised.steps:
-            warm_up(context, backend, reports)
-        if config.reference:
-            backend.export(initial_folder(context.folder))
-    publisher = WeightPublisher(context.weights, context.run, dict(backend.tensors()), config.weights)
+    algorithm = algorithm_of(config)
+    backend = role_trainer(context, "actor", context.model, seat)
+    try:
+        if context.checkpoint is not None:
+            restore(context.checkpoint, backend)
+        else:
+            if config.actor.supervised.steps:
+                warm_up(context, backend, reports)
+            if config.reference:
+                backend.export(initial_folder(context.folder))
+        publisher = weight_publisher(context, backend)
+    except BaseException:
+        if isinstance(backend, Closes):
+            backend.close()
+        raise
     checkpoints = Checkpoints(context.folder, config.checkpoint.keep)
-    return Actor(context, backend, algorithm_of(config), checkpoints, publisher, reports)
+    return Actor(context, backend, algorithm, checkpoints, publisher, reports)
+
+
+def weight_publisher(context: RunContext, backend: Any) -> "Publishing":
+    """What publishes the versions of a trainer, in the dtype that engines compute in."""
+    from relax.distributed.adapters import AdapterPublisher
+    from relax.distributed.weights import LivePublisher
+
+    config = context.config
+    adapters = getattr(backend, "adapters", None)
+    if adapters is not None and config.actor.travelling_adapter is not None:
+        return AdapterPublisher(
+            context.weights,
+            context.run,
+            backend.base_tensors,
+            adapters.matrices,
+            config.weights,
+            config.model.dtype,
+        )
+    publish_to = getattr(backend, "publish_to", None)
+    if publish_to is not None:
+        return publish_to(context.weights, context.run, config.weights, config.model.dtype)
+    return LivePublisher(
+        context.weights, context.run, backend.tensors, config.weights, dtype=config.model.dtype
+    )
 
 
 def initial_folder(run_folder: Path) -> Path:
@@ -150,25 +186,6 @@ def context_length(context: RunContext) -> int:
     own = (content.get("text_config") or content).get("max_position_embeddings")
     wanted = context.config.model.context_length
     return min(length for length in (own, wanted, 1 << 20) if length)
-
-
-def trainer(config: RunConfig, folder: Path) -> Any:
-    """The training backend on the weights of a folder, or on random ones where it has none."""
-    from relax.backends.train.registry import train_backend
-    from relax.backends.train.settings import TrainerSettings
-
-    settings = TrainerSettings(
-        lr=config.actor.lr,
-        betas=config.actor.betas,
-        eps=config.actor.eps,
-        weight_decay=config.actor.weight_decay,
-        clip_grad_norm=config.actor.clip_grad_norm,
-        lr_schedule=config.actor.lr_schedule,
-        warmup_steps=config.actor.lr_warmup_steps,
-        total_steps=config.steps,
-        temperature=config.rollout.temperature,
-    )
-    return train_backend(config.actor.backend)(folder, settings=settings, seed=config.seed)
 
 
 def _as_agentic(reward: Reward) -> Callable[..., Any]:

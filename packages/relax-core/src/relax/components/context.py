@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from relax.config.run import RunConfig
 from relax.distributed.bus import Endpoint
@@ -23,6 +23,7 @@ class RunContext:
         checkpoint: folder of the checkpoint to start from.
         source: state of the prompt source to start from.
         replay: folder of a recorded schedule to follow.
+        leader: where the ranks of the role's trainer come to; given to those ranks.
         media: the model sees pictures, so every sample has media fields.
         segment: how often the run was started before; names the files of this start.
     """
@@ -38,6 +39,7 @@ class RunContext:
     replay: Path | None = None
     segment: int = 0
     media: bool = False
+    leader: Endpoint | None = None
 
     @property
     def run(self) -> str:
@@ -48,3 +50,10 @@ class RunContext:
     def schedule(self) -> Path:
         """Folder where the roles record their scheduling decisions."""
         return self.folder / "schedule" / f"segment-{self.segment}"
+
+
+@runtime_checkable
+class Closes(Protocol):
+    """Something that holds more than memory."""
+
+    def close(self) -> None: ...

@@ -8,8 +8,9 @@ from relax.backends.inference.base import EngineSpec
 from relax.backends.inference.log import EngineLog
 from relax.backends.inference.registry import engine_class
 from relax.components.context import RunContext
+from relax.distributed.adapters import MergingEngine, adapter_layout
 from relax.distributed.schedule import Record, read
-from relax.distributed.weights import Arrival, follow
+from relax.distributed.weights import Arrival, Updatable, follow
 from relax.engine.pool import PooledEngine
 
 
@@ -51,8 +52,14 @@ class EngineHost:
         """Commit every version that is published. Ends only by being cancelled, or by a fault."""
         layout = dcs.layout.of(self.engine.weights())
         context = self._context
+        engine: Updatable = self.engine
+        adapter = context.config.actor.travelling_adapter
+        if adapter is not None:
+            weights = context.config.weights
+            engine = MergingEngine(engine, context.weights, context.run, self.name, layout, weights, adapter)
+            layout = adapter_layout(layout, adapter)
         await follow(
-            self.engine,
+            engine,
             context.weights,
             context.run,
             self.name,

@@ -10,6 +10,8 @@ from relax.backends.inference.base import FinishedGeneration, Health
 from relax.backends.inference.errors import EngineLost
 from relax.components import assembly
 from relax.components.context import RunContext
+from relax.components.trainers import RankHost, open_seat
+from relax.distributed.bus import Endpoint
 from relax.engine.pool import PooledEngine, ReplicaEngine
 from relax.ops.allocator import keep_freed_memory
 from relax.ops.reports import Report, Reports
@@ -26,6 +28,7 @@ class RoleHost:
         self._engines = dict(engines or {})
         self._reports = Reports(role)
         self._loop: Any = None
+        self._seat: Any = None
         self._task: asyncio.Future[None] | None = None
         self._stopping = False
         self._fault: EngineLost | None = None
@@ -48,16 +51,26 @@ class RoleHost:
     def _assemble(self) -> Any:
         keep_freed_memory()
         match self.role.partition("-")[0]:
+            case _ if self._context.leader is not None:
+                return RankHost(self._context, self.role, self._context.leader)
             case "actor":
-                return assembly.actor(self._context, self._reports)
+                return assembly.actor(self._context, self._reports, self._seat)
             case "advantages":
                 return assembly.advantages(self._context)
             case "reference":
-                return assembly.reference(self._context)
+                return assembly.reference(self._context, self._seat)
             case "rollout":
                 return assembly.rollout(self._context, self._engines, self._reports)
             case _:
                 raise ValueError(f"there is no role {self.role!r}")
+
+    async def rendezvous(self, host: str) -> Endpoint:
+        """Open the seat that the ranks of this role's trainer come to, at this machine's address."""
+        trains = self.role == "actor"
+        folder = self._context.model if trains else assembly.initial_folder(self._context.folder)
+        config = self._context.config
+        self._seat = await asyncio.to_thread(lambda: open_seat(config, folder, trains=trains, host=host))
+        return Endpoint(self._seat.address, self._seat.token)
 
     async def run(self) -> None:
         if self._loop is None:

@@ -8,7 +8,7 @@ import transferqueue as tq
 
 from relax import schema
 from relax.backends.train.base import TrainBackend
-from relax.components.context import RunContext
+from relax.components.context import Closes, RunContext
 from relax.distributed.bus import Bus
 from relax.engine.micro_batches import groups_of, pack
 
@@ -45,6 +45,8 @@ class Reference:
                 await self._serve(bus, backend, batch)
                 del batch  # which holds memory of the bus
         finally:
+            if isinstance(backend, Closes):
+                await asyncio.to_thread(backend.close)
             await bus.close()
 
     async def _serve(self, bus: Bus, backend: TrainBackend, batch: "tq.AsyncBatch") -> None:

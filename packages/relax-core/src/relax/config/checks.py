@@ -14,6 +14,7 @@ def check(config: RunConfig) -> None:
         *_inputs(config),
         *_weights(config),
         *parallel_faults(config.actor.backend, config.actor),
+        *_lora(config),
     ]
     if faults:
         raise ConfigError("this configuration cannot run:\n  " + "\n  ".join(faults))
@@ -101,4 +102,22 @@ def _weights(config: RunConfig) -> list[str]:
                 f"weights.wires = {weights.wires} with ray.address = {config.ray.address!r}: memory is "
                 f"mapped on one machine only, and a cluster may have several; add tcp to weights.wires"
             )
+    return faults
+
+
+def _lora(config: RunConfig) -> list[str]:
+    actor = config.actor
+    if not actor.lora.rank:
+        return []
+    faults = []
+    if actor.backend == "megatron":
+        faults.append(
+            f"actor.lora.rank = {actor.lora.rank} with actor.backend = megatron, which trains no adapters; "
+            f"set actor.backend=torch_native or actor.lora.rank=0"
+        )
+    if actor.lora.sync == "adapter" and actor.ranks > 1:
+        faults.append(
+            f"actor.lora.sync = adapter with {actor.ranks} ranks, which publish merged shards; set "
+            f"actor.lora.sync=merged or actor.data_parallel=1"
+        )
     return faults

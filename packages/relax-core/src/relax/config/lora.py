@@ -22,7 +22,7 @@ class LoraSettings(Settings):
     """Of the adapter's input, in supervised steps only: an importance ratio compares two distributions, and
     dropout would change one of them.
     """
-    sync: Literal["adapter", "merged"] = "adapter"
-    """How a version travels: `adapter`, its two small matrices, which are merged where an engine takes
-    weights, or `merged`, whole tensors.
+    sync: Literal["auto", "adapter", "merged"] = "auto"
+    """How a version travels: `adapter`, its two small matrices a layer, merged beside each engine, or
+    `merged`, whole tensors. `auto` is `adapter` for a trainer of one rank and `merged` for one of many.
     """

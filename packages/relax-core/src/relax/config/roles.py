@@ -141,3 +141,9 @@ class ActorSettings(ParallelSettings):
     max_skipped_steps: int = Field(default=10, ge=0)
     """Steps in a row that may be skipped for a gradient that is not finite before the run ends."""
     supervised: SupervisedSettings = SupervisedSettings()
+
+    @property
+    def travelling_adapter(self) -> LoraSettings | None:
+        """The adapter, where versions travel as one and engines merge it."""
+        sends = self.lora.rank > 0 and self.lora.sync != "merged" and self.ranks == 1
+        return self.lora if sends else None

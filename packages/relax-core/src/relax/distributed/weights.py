@@ -193,6 +193,23 @@ def publish_metrics(stats: dcs.Stats) -> dict[str, float]:
     }
 
 
+def subscribe(
+    endpoint: Endpoint, run: str, name: str, layout: "dcs.Layout", settings: WeightSettings
+) -> dcs.Subscriber:
+    """One engine's connection to the versions of a run."""
+    return dcs.Subscriber(
+        endpoint.address,
+        run=run,
+        name=name,
+        layout=layout,
+        token=endpoint.token,
+        wires=settings.wires,
+        streams=settings.streams,
+        delta=settings.delta,
+        timeout=settings.timeout_seconds,
+    )
+
+
 async def follow(
     engine: Updatable,
     endpoint: Endpoint,
@@ -205,18 +222,7 @@ async def follow(
     """Commit each new version in an engine until cancelled: staged and verified beside the decode loop,
     copied in between two decode steps, then acknowledged. `committed` is called before the acknowledgement.
     """
-    subscriber = await asyncio.to_thread(
-        dcs.Subscriber,
-        endpoint.address,
-        run=run,
-        name=name,
-        layout=layout,
-        token=endpoint.token,
-        wires=settings.wires,
-        streams=settings.streams,
-        delta=settings.delta,
-        timeout=settings.timeout_seconds,
-    )
+    subscriber = await asyncio.to_thread(subscribe, endpoint, run, name, layout, settings)
     version = -1
     try:
         while True:

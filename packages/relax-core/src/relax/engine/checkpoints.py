@@ -135,6 +135,19 @@ def read_checkpoint(folder: Path) -> tuple["StateTree", dict[str, Any]]:
     return StateTree(state.tensors, data[TRAINER]), data[SOURCE]
 
 
+def snapshot(backend: object) -> "StateTree | Callable[[Path], None]":
+    """What `Checkpoints.save` takes of a trainer: its state, or what has its ranks write it."""
+    from relax.backends.train.base import KeepsState, Saves
+
+    if isinstance(backend, KeepsState):
+        return backend.state()
+    if isinstance(backend, Saves):
+        return backend.save
+    raise TypeError(
+        f"{type(backend).__name__} has neither state() nor save(folder), so it has no checkpoints"
+    )
+
+
 def restore(folder: Path, backend: "KeepsState | Saves") -> None:
     """Have a trainer go on from a checkpoint: of one rank or of many, whatever it is itself.
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from relax.config import ConfigError
-from relax.engine.checkpoints import Checkpoint, Checkpoints, read_checkpoint
+from relax.engine.checkpoints import Checkpoint, Checkpoints, restore
 from relax.orchestration.model_folder import model_folder
 from relax.orchestration.run_folder import reopen
 
@@ -14,7 +14,8 @@ def export_run(run: Path, out: Path, step: int | None) -> Checkpoint:
     Raises:
         ConfigError: no such run or checkpoint, or the folder is there.
     """
-    from relax.components.assembly import trainer
+    from relax.components.context import Closes
+    from relax.components.trainers import alone, is_gang, open_seat, seated, trainer
 
     folder, config = reopen(run, [])
     there = Checkpoints(folder.path, config.checkpoint.keep).all()
@@ -26,8 +27,16 @@ def export_run(run: Path, out: Path, step: int | None) -> Checkpoint:
         )
     if out.exists():
         raise ConfigError(f"{out} is already there; name a new folder")
-    backend = trainer(config, model_folder(config, folder.model))
-    state, _ = read_checkpoint(chosen[-1].folder)
-    backend.load_state(state)
-    backend.export(out)
+    single = alone(config)  # whatever wrote the checkpoint, one rank reads it
+    model = model_folder(config, folder.model)
+    if is_gang(single.actor):
+        backend = seated(single, "export", folder.logs, open_seat(single, model), start=True)
+    else:
+        backend = trainer(single, model)
+    try:
+        restore(chosen[-1].folder, backend)
+        backend.export(out)
+    finally:
+        if isinstance(backend, Closes):
+            backend.close()
     return chosen[-1]

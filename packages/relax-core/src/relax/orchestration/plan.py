@@ -13,16 +13,32 @@ SERVICE_CPUS = 0.05
 
 @dataclass(frozen=True)
 class RolePlan:
-    """One role: its deployment, and the workers that the deployment supervises."""
+    """One role: its deployment, and the workers that the deployment supervises.
+
+    Attributes:
+        ranks: processes of its trainer beside the first worker, which leads them.
+        gpus_per_rank: GPUs that the leader and each rank reserve.
+    """
 
     name: str
     workers: tuple[str, ...]
     cpus_per_worker: float
     about: str
+    ranks: tuple[str, ...] = ()
+    gpus_per_rank: int = 0
+
+    @property
+    def worker_cpus(self) -> float:
+        """Of workers and ranks, without the deployment."""
+        return self.cpus_per_worker * (len(self.workers) + len(self.ranks))
 
     @property
     def cpus(self) -> float:
-        return SERVICE_CPUS + self.cpus_per_worker * len(self.workers)
+        return SERVICE_CPUS + self.worker_cpus
+
+    @property
+    def gpus(self) -> int:
+        return self.gpus_per_rank * (1 + len(self.ranks))
 
 
 @dataclass(frozen=True)
@@ -43,7 +59,8 @@ class Plan:
         for column in ("role", "workers", "CPUs", "what"):
             table.add_column(column)
         for role in self.roles:
-            table.add_row(role.name, ", ".join(role.workers), f"{role.cpus:g}", role.about)
+            workers = ", ".join((*role.workers, *role.ranks))
+            table.add_row(role.name, workers, f"{role.cpus:g}", role.about)
         return table
 
 
@@ -51,8 +68,13 @@ def plan(config: RunConfig) -> Plan:
     """The roles a configuration asks for."""
     cpus = config.ray.cpus_per_worker
     engines = tuple(f"engine-{number}" for number in range(config.rollout.replicas))
+    ranks = config.actor.ranks
+    gpus = int(config.actor.device == "cuda")
+    trains = (
+        f"trains with {config.actor.backend}{f' on {ranks} ranks' if ranks > 1 else ''}, publishes weights"
+    )
     roles = [
-        RolePlan("actor", ("actor",), cpus, f"trains with {config.actor.backend}, publishes weights"),
+        RolePlan("actor", ("actor",), cpus, trains, _ranks("actor", ranks), gpus),
         RolePlan(
             "rollout",
             ("rollout", *engines),
@@ -62,8 +84,15 @@ def plan(config: RunConfig) -> Plan:
         RolePlan("advantages", ("advantages",), cpus, f"{config.algorithm.name} advantages of whole groups"),
     ]
     if config.reference:
-        roles.insert(2, RolePlan("reference", ("reference",), cpus, "logprobs under the initial policy"))
+        # With `local` all roles share a process, and one process leads one gang: the reference is alone.
+        beside = _ranks("reference", ranks) if config.launcher == "ray" else ()
+        about = "logprobs under the initial policy"
+        roles.insert(2, RolePlan("reference", ("reference",), cpus, about, beside, gpus))
     return Plan(tuple(roles), frozenset({"actor", "rollout"}) if config.mode == "colocate" else frozenset())
+
+
+def _ranks(role: str, count: int) -> tuple[str, ...]:
+    return tuple(f"{role}-{rank}" for rank in range(1, count))
 
 
 def check_cpus(plan: Plan, config: RunConfig) -> None:
@@ -75,7 +104,8 @@ def check_cpus(plan: Plan, config: RunConfig) -> None:
         raise ConfigError(
             f"too few CPUs: the roles reserve {plan.cpus:g} (ray.cpus_per_worker = "
             f"{config.ray.cpus_per_worker:g} for each "
-            f"of {sum(len(role.workers) for role in plan.roles)} workers) and Ray would have {there:g} "
+            f"of {sum(len(role.workers) + len(role.ranks) for role in plan.roles)} workers) and Ray would "
+            f"have {there:g} "
             f"({'ray.num_cpus' if config.ray.num_cpus is not None else 'this machine'}); lower "
             f"ray.cpus_per_worker or "
             "rollout.replicas, or raise ray.num_cpus"

@@ -67,11 +67,13 @@ class RayLauncher:
         shared = [role for role in self._plan.roles if role.name in self._plan.together]
         if not shared:
             return {}
-        cpus = sum(role.cpus_per_worker * len(role.workers) for role in shared)
-        self._group = ray.util.placement_group([{"CPU": cpus}], strategy="PACK")
+        cpus = sum(role.worker_cpus for role in shared)
+        gpus = sum(role.gpus for role in shared)
+        bundle = {"CPU": cpus, "GPU": float(gpus)} if gpus else {"CPU": cpus}
+        self._group = ray.util.placement_group([bundle], strategy="PACK")
         if not self._group.wait(self._context.config.ray.start_seconds):
             raise RoleFailed(
-                f"no node of the Ray cluster has {cpus:g} free CPUs for "
+                f"no node of the Ray cluster has {cpus:g} free CPUs{f' and {gpus} GPUs' if gpus else ''} for "
                 f"{' and '.join(r.name for r in shared)} together; "
                 "lower ray.cpus_per_worker or rollout.replicas, or use mode=async"
             )

@@ -5,7 +5,7 @@ import contextlib
 import traceback
 import uuid
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
@@ -65,18 +65,44 @@ class RoleService:
         }
         loop = asyncio.get_event_loop()
         self._watchers = [loop.create_task(self._watch(name)) for name in self._states]
+        self._states |= {name: WorkerStatus(name, "starting") for name in role.ranks}
+        self._leader = loop.create_task(self._rendezvous()) if role.ranks else None
+        self._watchers += [loop.create_task(self._watch_rank(name)) for name in role.ranks]
         self._watchers += [loop.create_task(keeper.run()) for keeper in self._keepers.values()]
 
-    def _create(self, name: str, pool: dict[str, Any] | None = None) -> Any:
+    def _create(
+        self, name: str, pool: dict[str, Any] | None = None, context: RunContext | None = None
+    ) -> Any:
         worker_class = ray.remote(RoleWorker)
+        computes = name == self._role.name or name in self._role.ranks
         self._workers[name] = worker_class.options(
-            num_cpus=self._role.cpus_per_worker, max_restarts=0, max_concurrency=1000, **self._options
-        ).remote(name, self._context, pool)
+            num_cpus=self._role.cpus_per_worker,
+            num_gpus=self._role.gpus_per_rank if computes else 0,
+            max_restarts=0,
+            max_concurrency=1000,
+            **self._options,
+        ).remote(name, context or self._context, pool)
         return self._workers[name]
+
+    async def _rendezvous(self) -> RunContext:
+        """What ranks are told: the leader's worker opens a seat for them before it builds its part."""
+        leader = await self._workers[self._role.name].rendezvous.remote()
+        return replace(self._context, leader=leader)
+
+    async def _watch_rank(self, name: str) -> None:
+        assert self._leader is not None
+        try:
+            self._create(name, context=await asyncio.shield(self._leader))
+        except RayActorError as error:  # its own watcher tells the run why
+            self._set(name, "failed", f"its leader died: {error}")
+            return
+        await self._watch(name)
 
     async def _watch(self, name: str) -> None:
         worker = self._workers[name]
         try:
+            if self._leader is not None and name == self._role.name:
+                await asyncio.shield(self._leader)
             await worker.pid.remote()
             self._up.add(name)
             await worker.build.remote()
@@ -136,7 +162,7 @@ class RoleService:
         running = [status for status in self._states.values()]
         running += [keeper.status for keeper in self._keepers.values()]
         for status in running:
-            if status.state in ("starting", "running"):
+            if status.state in ("starting", "running") and status.worker in self._workers:
                 self._workers[status.worker].stop.remote()
         await asyncio.wait(self._watchers, timeout=timeout)
 

@@ -14,6 +14,7 @@ from relax.backends.inference.base import FinishedGeneration, Health
 from relax.backends.inference.errors import EngineLost
 from relax.components.context import RunContext
 from relax.components.host import RoleHost
+from relax.distributed.bus import Endpoint
 from relax.ops.reports import Report
 
 
@@ -23,6 +24,7 @@ class RoleWorker:
     def __init__(self, role: str, context: RunContext, engines: Mapping[str, Any] | None = None) -> None:
         remotes = {name: RemoteEngine(name, handle) for name, handle in (engines or {}).items()}
         self._host = RoleHost(role, context, remotes)
+        self._cluster = context.config.ray.address is not None
         self._finished: list[FinishedGeneration | tuple[list[str], BaseException]] = []
         self._arrived = asyncio.Event()
         self._calls: set[asyncio.Task[None]] = set()
@@ -32,6 +34,10 @@ class RoleWorker:
 
     async def run(self) -> None:
         await self._host.run()
+
+    async def rendezvous(self) -> Endpoint:
+        """Open the seat of a trainer's leader where its ranks reach it: on loopback with an embedded Ray."""
+        return await self._host.rendezvous(ray.util.get_node_ip_address() if self._cluster else "127.0.0.1")
 
     async def stop(self) -> None:
         self._host.stop()

@@ -20,6 +20,7 @@ from relax.backends.train.gang.rounds import Piece, cut, in_row_order
 from relax.backends.train.gang.seat import Seat
 from relax.backends.train.gang.verbs import Member, added, build, shallow
 from relax.backends.train.padding import required
+from relax.backends.train.settings import TrainerSettings
 from relax.config.system import WeightSettings
 from relax.distributed.bus import Endpoint
 from relax.distributed.weights import WeightPublisher
@@ -70,6 +71,7 @@ class Gang:
                 "this process belongs to a process group of torch.distributed already; a gang needs the "
                 "default one: start each in a process of its own"
             )
+        self._leash.begin()
         self._leash.wait_here(seconds, self._exited)
         self._control = Control(
             self._seat.store,
@@ -93,6 +95,11 @@ class Gang:
 
     def _exited(self) -> str | None:
         return first_failure(self._processes)
+
+    @property
+    def settings(self) -> TrainerSettings:
+        """Optimizer, schedule and temperature."""
+        return self._task.settings
 
     # The verbs of a TrainBackend
 
@@ -191,7 +198,7 @@ class Gang:
         self._closed = True
         if self._member is not None and self._broken is None:
             with contextlib.suppress(RankFailed):  # they end in any case
-                self._call("close_publisher", {}, lambda: self._own.close_publisher())
+                self.close_publisher()
         self._leash.end("" if self._broken is None else f"the gang is broken: {self._broken}")
         if self._member is not None:
             self._member.close()
@@ -225,6 +232,10 @@ class Gang:
         """Every rank freezes and announces its shards of a version: bytes and seconds of each."""
         plain = {"version": version}
         return self._call("publish", plain, lambda: self._own.publish(version))
+
+    def close_publisher(self) -> None:
+        """Every rank leaves the run that it publishes to, if any."""
+        self._call("close_publisher", {}, lambda: self._own.close_publisher())
 
     @property
     def own_publisher(self) -> WeightPublisher:

@@ -68,6 +68,7 @@ class Leash:
         self._changed = threading.Condition()
         self._members: dict[int, _Member] = {}
         self._faults: list[Fault] = []
+        self._begun = False
         self._ending = False
         self._selector = selectors.DefaultSelector()
         self._wake, self._woken = socket.socketpair()
@@ -77,6 +78,14 @@ class Leash:
         self._thread.start()
 
     # What the leader asks
+
+    def begin(self) -> None:
+        """Give the ranks their jobs, those that have come and those that will."""
+        with self._changed:
+            self._begun = True
+            for member in self._members.values():
+                with contextlib.suppress(OSError):  # its end is read as such
+                    member.say(self._job(member.rank))
 
     def wait_here(self, seconds: float, exited: Callable[[], str | None]) -> None:
         """Until all ranks have come and loaded what they need.
@@ -259,7 +268,8 @@ class Leash:
                 raise BadFrame(f"rank {message.rank} of {self._size} is not awaited")
             member.rank, member.pid, member.host = message.rank, message.pid, message.host
             self._members[member.rank] = member
-        member.say(self._job(member.rank))
+            if self._begun:
+                member.say(self._job(member.rank))
 
     def _lost(self, member: _Member, cause: str) -> None:
         self._selector.unregister(member.connection)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from relax.backends.train.errors import SettingsError
 from relax.backends.train.torch_native.masters import local
 from relax.config.lora import LoraSettings
+from relax.distributed.adapters import merge
 
 _BASE, _NAME = ".base_layer", "default"
 
@@ -85,11 +86,6 @@ class Adapters:
         for name, layer in self._layers.items():
             yield f"{name}.lora_A.weight", layer.lora_A[_NAME].weight.detach()
             yield f"{name}.lora_B.weight", layer.lora_B[_NAME].weight.detach()
-
-
-def merge(weight: Tensor, first: Tensor, second: Tensor, scale: float) -> Tensor:
-    """weight + scale * second @ first, in the weight's dtype."""
-    return weight + (scale * (second @ first)).to(weight.dtype)
 
 
 def own_name(name: str) -> str | None:
