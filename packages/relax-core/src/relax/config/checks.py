@@ -3,6 +3,7 @@
 from relax.config.base import ConfigError
 from relax.config.parallel import parallel_faults
 from relax.config.run import RunConfig
+from relax.config.sglang import sglang_faults
 
 
 def check(config: RunConfig) -> None:
@@ -15,6 +16,7 @@ def check(config: RunConfig) -> None:
         *_weights(config),
         *parallel_faults(config.actor.backend, config.actor),
         *_lora(config),
+        *_sglang(config),
     ]
     if faults:
         raise ConfigError("this configuration cannot run:\n  " + "\n  ".join(faults))
@@ -119,5 +121,23 @@ def _lora(config: RunConfig) -> list[str]:
         faults.append(
             f"actor.lora.sync = adapter with {actor.ranks} ranks, which publish merged shards; set "
             f"actor.lora.sync=merged or actor.data_parallel=1"
+        )
+    return faults
+
+
+def _sglang(config: RunConfig) -> list[str]:
+    if config.rollout.engine != "sglang":
+        return []
+    faults = sglang_faults(
+        config.rollout.sglang,
+        replicas=config.rollout.replicas,
+        mode=config.mode,
+        start_seconds=config.ray.start_seconds if config.launcher == "ray" else None,
+    )
+    if config.actor.routing_replay and config.rollout.sglang.pause in ("retract", "in_place"):
+        faults.append(
+            f"rollout.sglang.pause = {config.rollout.sglang.pause} with actor.routing_replay = true: SGLang "
+            f"would tell the routes of newer weights beside logprobs of older ones; set "
+            f"rollout.sglang.pause=auto, which keeps those of the first sampling"
         )
     return faults

@@ -121,3 +121,44 @@ class SglangSettings(Settings):
             if plain in OURS:
                 raise ValueError(f"{name!r} is set by the run; use {OURS[plain]}")
         return extra
+
+
+def sglang_faults(
+    settings: SglangSettings, *, replicas: int, mode: str, start_seconds: float | None
+) -> list[str]:
+    """What single fields cannot see.
+
+    Args:
+        replicas: engines of the run.
+        mode: of the run.
+        start_seconds: longest start of a role by a launcher that has such a limit.
+    """
+    faults = []
+    if settings.urls and len(settings.urls) != replicas:
+        faults.append(
+            f"rollout.sglang.urls names {len(settings.urls)} servers with rollout.replicas = {replicas}: "
+            f"each replica needs a server of its own; set rollout.replicas={len(settings.urls)}"
+        )
+    if settings.expert_parallel > 1 and settings.tensor_parallel % settings.expert_parallel:
+        faults.append(
+            f"rollout.sglang.expert_parallel = {settings.expert_parallel} does not divide "
+            f"rollout.sglang.tensor_parallel = {settings.tensor_parallel}, over whose ranks experts are dealt"
+        )
+    split = [key for key in ("data_parallel", "pipeline_parallel") if getattr(settings, key) > 1]
+    if split and settings.weights != "disk":
+        faults.append(
+            f"rollout.sglang.weights = {settings.weights} with rollout.sglang.{split[0]} = "
+            f"{getattr(settings, split[0])}: such a server takes weights from files only; set "
+            f"rollout.sglang.weights=disk, or use more replicas"
+        )
+    if settings.pause == "in_place" and mode == "colocate":
+        faults.append(
+            "rollout.sglang.pause = in_place with mode = colocate: what goes on with the cache of older "
+            "weights is not on-policy; set rollout.sglang.pause=auto"
+        )
+    if start_seconds is not None and not settings.urls and start_seconds < settings.start_seconds:
+        faults.append(
+            f"ray.start_seconds = {start_seconds:g} is less than rollout.sglang.start_seconds = "
+            f"{settings.start_seconds:g}: the run would give up before a server does; raise ray.start_seconds"
+        )
+    return faults

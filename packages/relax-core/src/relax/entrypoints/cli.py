@@ -150,6 +150,10 @@ def doctor(words: Words = None) -> None:
         f"(queue.max_bytes = {config.queue.max_bytes})"
     )
     typer.echo(f"weights: {weights}")
+    if config.rollout.engine == "sglang":
+        from relax.backends.inference.sglang.installed import explain as explain_engines
+
+        typer.echo(f"engines: {explain_engines(config.rollout)}")
     typer.echo(
         f"{config.mode}, max_staleness {config.max_staleness}, {config.steps} steps of "
         f"{config.batch_samples} samples: ok"

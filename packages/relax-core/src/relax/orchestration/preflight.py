@@ -7,7 +7,9 @@ from typing import Any
 from agentic import AgenticError
 
 from relax import algorithms
+from relax.backends.inference.errors import EngineError
 from relax.backends.inference.registry import ENGINES
+from relax.backends.inference.sglang.installed import explain
 from relax.backends.train.registry import BACKENDS
 from relax.components.assembly import Environments, algorithm_settings, context_length
 from relax.components.context import RunContext
@@ -31,7 +33,28 @@ def preflight(config: RunConfig, context: RunContext) -> None:
     _check("environment or reward", lambda: Environments(config))
     for key, port in (("queue.port", config.queue.port), ("weights.port", config.weights.port)):
         _check_port(key, port)
+    if config.rollout.engine == "sglang":
+        _check_sglang(config, context)
     _check_prompts(rows, config, context)
+
+
+def _check_sglang(config: RunConfig, context: RunContext) -> None:
+    """Refuse what SGLang cannot do here, and a python without it."""
+    if context.replay is not None:
+        raise ConfigError(
+            "--replay with rollout.engine = sglang: what a server of SGLang batched together is not known "
+            "afterwards, so its bits cannot be had again; replay runs of rollout.engine=transformers"
+        )
+    if context.media:
+        raise ConfigError(
+            f"rollout.engine = sglang with model.path = {config.model.path!r}, which sees or hears: SGLang "
+            f"takes pictures as they were before processing, and a run carries the tensors made of them; use "
+            f"rollout.engine=transformers"
+        )
+    try:
+        explain(config.rollout)
+    except EngineError as error:
+        raise ConfigError(str(error)) from error
 
 
 def _check(what: str, build: Callable[[], Any]) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from relax.backends.inference.errors import EngineError, InvalidRequest, InvalidUpdate
 from relax.backends.inference.sglang.answers import Captured
+from relax.backends.inference.sglang.experts import together
 from relax.backends.models import build_model, has_weights, torch_dtype
 from relax.backends.routes import routing_of
 
@@ -30,7 +31,7 @@ class ServedModel:
 
     Attributes:
         folder: with weights.
-        weights: by Hugging Face name, on torch's meta device: shapes and dtypes.
+        weights: as a trainer names them (`experts`), on torch's meta device: shapes and dtypes.
         vocabulary: token ids are below it.
         context: tokens of prompt and response together.
         captured: what a server tells of its routes; None for a dense model.
@@ -67,7 +68,7 @@ class ServedModel:
         routing = routing_of(config)
         return cls(
             folder,
-            _weights(folder, torch_dtype(dtype), tied=_ties(config)),
+            together(_weights(folder, torch_dtype(dtype), tied=_ties(config))),
             int(text["vocab_size"]),
             int(text.get("max_position_embeddings") or LONGEST),
             None if routing is None else Captured(routing, int(text["num_hidden_layers"])),

@@ -10,6 +10,7 @@ import dcs
 from dcs.appliers import SglangApplier
 from torch import Tensor
 
+from relax.backends.inference.sglang.experts import apart
 from relax.backends.inference.sglang.model import ServedModel
 from relax.config.sglang import SglangSettings
 
@@ -51,7 +52,7 @@ class VersionPusher:
         elif settings.pause == "in_place":
             pause = "in_place"
         options: dict[str, Any] = {
-            "layout": dcs.layout.of(model.weights),
+            "layout": dcs.layout.of(apart(model.weights)),
             "model": model.folder,
             "mode": settings.weights,
             "pause": pause,
@@ -70,7 +71,7 @@ class VersionPusher:
             dcs.LayoutMismatch: it does not fit; the server was not spoken to.
             dcs.ApplyFailed: it did not go in.
         """
-        pushed = Pushed(version, next(self._epochs), tensors)
+        pushed = Pushed(version, next(self._epochs), apart(tensors))
         await asyncio.to_thread(self._applier, pushed)
         assert self._applier.last is not None
         return self._applier.last.pause_seconds
