@@ -235,14 +235,17 @@ class SglangEngine:
             found[1].put([FinishedGeneration(answer.request.id, answer.generation(reason))])
 
     def _refuse(self, answers: Sequence[Answer], refused: ServerRefused) -> None:
-        """The server does not take a request, or will not finish it; the call it belongs to fails."""
-        kind = InvalidRequest if refused.status == 400 else EngineError
+        """The server does not take a request, so the call it belongs to fails; one that has an error of its
+        own is lost.
+        """
+        if refused.status >= 500:
+            self._lose(f"{refused}{self._log_tail()}")
+            return
         for answer in answers:
             found = self._open.pop(answer.request.id, None)
             if found is not None:
-                found[1].fail(
-                    kind(f"request {answer.request.id!r} was refused by {self._client.url}: {refused}")
-                )
+                message = f"request {answer.request.id!r} was refused by {self._client.url}: {refused}"
+                found[1].fail(InvalidRequest(message))
         left = [answer for answer in answers if answer.asked]
         if left:
             self._spawn(self._abort(left))

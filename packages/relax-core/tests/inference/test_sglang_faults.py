@@ -1,0 +1,316 @@
+"""The `sglang` engine against a server that misbehaves: a small one of ours, which says what it is told to."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from agentic import GenerationRequest, Sampling
+from aiohttp import web
+from relax.backends.inference.base import EngineSpec
+from relax.backends.inference.errors import EngineClosed, EngineError, EngineLost, InvalidRequest
+from relax.backends.inference.sglang.engine import SglangEngine
+from relax.config.roles import RolloutSettings
+from safetensors.torch import save_file
+
+STALL_SECONDS = 0.4
+Talk = Callable[["Server", web.StreamResponse, dict[str, Any]], Awaitable[None]]
+
+
+def piece(index: int, tokens: list[int], total: int, finish: str | None = None, **more: Any) -> str:
+    meta: dict[str, Any] = {
+        "finish_reason": None if finish is None else {"type": finish},
+        "output_token_logprobs": [[-1.0, token, None] for token in tokens],
+        "output_token_logprobs_length": total,
+        "weight_version": "0",
+    } | more
+    return f"data: {json.dumps({'index': index, 'meta_info': meta})}\n\n"
+
+
+@dataclass
+class Server:
+    """What it is asked is in `calls`; `talk` answers `/generate`, `status` the other posts, by path."""
+
+    url: str = ""
+    talk: Talk | None = None
+    status: dict[str, int] = field(default_factory=dict)
+    info: dict[str, Any] = field(default_factory=lambda: {"max_req_input_len": 66, "tp_size": 1})
+    steps: int = 0
+    silent: bool = False
+    calls: list[tuple[str, Any]] = field(default_factory=list)
+
+    async def get(self, request: web.Request) -> web.Response:
+        if request.path == "/v1/loads":
+            if self.silent:
+                await asyncio.sleep(1000)
+            return web.json_response(
+                {"loads": [{"decode_moments": [self.steps, self.steps], "num_running_reqs": 1}]}
+            )
+        return web.json_response(self.info)
+
+    async def post(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        self.calls.append((request.path, body))
+        status = self.status.get(request.path, 200)
+        if status != 200:
+            return web.Response(status=status, text="no")
+        if request.path != "/generate":
+            return web.json_response({})
+        answer = web.StreamResponse()
+        await answer.prepare(request)
+        assert self.talk is not None
+        await self.talk(self, answer, body)
+        return answer
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[Server]:
+    found = Server()
+    app = web.Application(client_max_size=1 << 24)
+    app.router.add_route("GET", "/{path:.*}", found.get)
+    app.router.add_route("POST", "/{path:.*}", found.post)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    found.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    yield found
+    await runner.cleanup()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model folder as far as anybody looks into it here."""
+    made = tmp_path_factory.mktemp("model")
+    save_file({"w": torch.zeros(4, 3)}, made / "model.safetensors")
+    (made / "config.json").write_text(json.dumps({"vocab_size": 50, "num_hidden_layers": 1}))
+    return made
+
+
+@pytest.fixture
+def start(server: Server, folder: Path, tmp_path: Path) -> Callable[..., Any]:
+    @asynccontextmanager
+    async def started(**sglang: Any) -> AsyncIterator[SglangEngine]:
+        given = {"urls": [server.url], "weights": "tensor", "health_seconds": 0.3, **sglang}
+        settings = RolloutSettings(sglang=given, stall_seconds=STALL_SECONDS)  # pyright: ignore[reportArgumentType]
+        engine = await SglangEngine.create(
+            EngineSpec("engine-0", folder, run_folder=tmp_path, settings=settings)
+        )
+        try:
+            await engine.begin_update(0, {"w": torch.ones(4, 3)})
+            await engine.commit_update(0)
+            yield engine
+        finally:
+            await engine.close()
+
+    return started
+
+
+def ask(*names: str, length: int = 8) -> list[GenerationRequest]:
+    return [
+        GenerationRequest(n, np.array([1, 2], np.int32), Sampling(max_new_tokens=length), 0) for n in names
+    ]
+
+
+async def read(engine: SglangEngine, requests: list[GenerationRequest]) -> dict[str, Any]:
+    async with asyncio.timeout(20):
+        return {one.id: one.generation async for one in engine.generate(requests)}
+
+
+def saying(*messages: str, then: Callable[[web.StreamResponse], Awaitable[Any]] | None = None) -> Talk:
+    async def talk(server: Server, answer: web.StreamResponse, body: dict[str, Any]) -> None:
+        for message in messages:
+            await answer.write(message.encode())
+        if then is not None:
+            await then(answer)
+
+    return talk
+
+
+async def broken_off(answer: web.StreamResponse) -> None:
+    assert answer._req is not None
+    assert answer._req.transport is not None
+    await asyncio.sleep(0.05)
+    answer._req.transport.abort()
+
+
+async def for_ever(answer: web.StreamResponse) -> None:
+    await asyncio.sleep(1000)
+
+
+@pytest.mark.parametrize(
+    ("talk", "message"),
+    [
+        (saying("data: {nonsense\n\n"), "sent what is no answer"),
+        (saying('data: {"index": 0, "meta_info": {"output_token_logprobs": 3}}\n\n'), "what is no answer"),
+        (saying(piece(4, [5], 1)), "about request 4 of 1"),
+        (saying(piece(0, [5], 1), "data: [DONE]\n\n"), "1 of 1 requests unfinished"),
+        (saying(piece(0, [5], 1)), "ended in the middle of a stream"),
+        (saying(piece(0, [5], 1), then=broken_off), "generate"),
+        (saying(piece(0, [5], 1, "length"), "data: [DONE]\n\n"), "there is room for 8"),
+        (saying(piece(0, [5], 3)), "tokens 2 to 3 of its answer, and 0 have come"),
+        (saying(piece(0, [], 0, "stop"), "data: [DONE]\n\n"), "was stopped by None"),
+        (saying('data: {"error": {"message": "busy", "code": 503}}\n\n'), "answered 503: busy"),
+    ],
+)
+async def test_a_server_that_speaks_nonsense_or_breaks_off_is_lost(talk, message, server, start):
+    server.talk = talk
+    async with start() as engine:
+        with pytest.raises(EngineLost, match=message):
+            await read(engine, ask("r"))
+        with pytest.raises(EngineLost, match=message):
+            engine.generate(ask("r"))
+        assert not (await engine.health()).alive
+
+
+async def test_what_had_come_before_a_loss_is_handed_on(server, start):
+    server.talk = saying(piece(1, [7, 8], 2), piece(0, [5], 1), then=broken_off)
+    async with start() as engine:
+        with pytest.raises(EngineLost) as error:
+            await read(engine, ask("a", "b", "c"))
+    found = {name: (kept.tokens.tolist(), kept.spans) for name, kept in error.value.partial.items()}
+    assert found == {"a": ([5], [(0, 0, 1)]), "b": ([7, 8], [(0, 0, 2)])}
+
+
+async def test_long_messages_in_pieces_are_read(server, start):
+    async def talk(server: Server, answer: web.StreamResponse, body: dict[str, Any]) -> None:
+        message = piece(0, list(range(8)), 8, "length", padding="x" * 300_000) + "data: [DONE]\n\n"
+        for at in range(0, len(message), 70_001):
+            await answer.write(message[at : at + 70_001].encode())
+
+    server.talk = talk
+    async with start() as engine:
+        answers = await read(engine, ask("r"))
+    assert answers["r"].tokens.tolist() == list(range(8))
+
+
+async def test_a_refusal_fails_its_call_and_the_engine_serves_on(server, start):
+    server.status["/generate"] = 400
+    async with start() as engine:
+        with pytest.raises(InvalidRequest, match=r"'r' was refused.*answered 400: no"):
+            await read(engine, ask("r"))
+        server.status.clear()
+        server.talk = saying(piece(0, [5], 1), 'data: {"error": {"message": "too long", "code": 400}}\n\n')
+        with pytest.raises(InvalidRequest, match="too long"):
+            await read(engine, ask("a", "b"))
+        server.talk = saying(piece(0, list(range(8)), 8, "length"), "data: [DONE]\n\n")
+        assert len((await read(engine, ask("r")))["r"].tokens) == 8
+        async with asyncio.timeout(5):
+            while not [path for path, _ in server.calls if path == "/abort_request"]:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)  # the other of the call that failed half way
+
+
+@pytest.mark.parametrize("silent", [False, True])
+async def test_a_server_that_does_not_get_on_is_lost_whether_or_not_it_answers(silent, server, start):
+    server.talk = saying(piece(0, [5], 1), then=for_ever)
+    async with start() as engine:
+        server.silent = silent
+        with pytest.raises(EngineLost, match="has 1 requests and has not got on for"):
+            await read(engine, ask("r"))
+
+
+async def test_a_server_that_gets_on_without_a_word_is_left_alone(server, start):
+    async def talk(server: Server, answer: web.StreamResponse, body: dict[str, Any]) -> None:
+        for _ in range(15):
+            server.steps += 1
+            await asyncio.sleep(STALL_SECONDS / 5)
+        await answer.write(piece(0, list(range(8)), 8, "length").encode() + b"data: [DONE]\n\n")
+
+    server.talk = talk
+    async with start() as engine:
+        before = await engine.health()
+        answers = await read(engine, ask("r"))
+        after = await engine.health()
+    assert answers["r"].finish_reason == "length"
+    assert after.decode_steps - before.decode_steps == 15
+    assert after.generated_tokens == 8
+
+
+async def test_health_of_a_silent_server_keeps_its_numbers(server, start):
+    async with start() as engine:
+        server.steps = 4
+        assert (await engine.health()).decode_steps == 4
+        server.silent, server.steps = True, 9
+        silent = await engine.health()
+    assert (silent.alive, silent.decode_steps) == (True, 4)
+
+
+async def test_a_version_that_did_not_go_in_whole_loses_the_engine(server, start):
+    async with start() as engine:
+        server.status["/update_weights_from_tensor"] = 500
+        await engine.begin_update(1, {"w": torch.ones(4, 3)})
+        waiting = asyncio.ensure_future(engine.wait_version(1, 20.0))
+        with pytest.raises(EngineLost, match="version 1 failed half way"):
+            await engine.commit_update(1)
+        with pytest.raises(EngineLost):
+            await waiting
+
+
+async def test_requests_wait_for_a_version_that_ends_what_runs(server, start):
+    """`resume`: what the server ended for the version is asked again with what it has, of the new version."""
+    paused = asyncio.Event()
+
+    async def talk(server: Server, answer: web.StreamResponse, body: dict[str, Any]) -> None:
+        if len(body["input_ids"][0]) == 2:  # the first time
+            await answer.write(piece(0, [5, 6], 2).encode())
+            await paused.wait()
+            await answer.write(piece(0, [7], 3, "abort").encode() + b"data: [DONE]\n\n")
+        else:
+            entry = piece(0, [1] * 5, 5, "length", weight_versions=[{"version": "1", "start": 0, "end": 5}])
+            await answer.write(entry.encode() + b"data: [DONE]\n\n")
+
+    server.talk = talk
+    async with start(pause="resume") as engine:
+        reading = asyncio.ensure_future(read(engine, ask("r")))
+        async with asyncio.timeout(10):
+            while (await engine.health()).generated_tokens < 2:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        await engine.begin_update(1, {"w": torch.ones(4, 3)})
+        committing = asyncio.ensure_future(engine.commit_update(1))
+        async with asyncio.timeout(10):
+            while ("/pause_generation", {"mode": "abort"}) not in server.calls:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        paused.set()
+        assert (await committing).retracted == 1
+        (generation,) = (await reading).values()
+    assert generation.tokens.tolist() == [5, 6, 7, 1, 1, 1, 1, 1]
+    assert generation.spans == [(0, 0, 3), (1, 3, 8)]
+    again = [body for path, body in server.calls if path == "/generate"][1]
+    assert again["input_ids"] == [[1, 2, 5, 6, 7]]
+    assert again["extra_key"] == ["v1"]
+
+
+async def test_closing_ends_requests_on_a_server_that_goes_on(server, start):
+    server.talk = saying(piece(0, [5], 1), then=for_ever)
+    async with start() as engine:
+        reading = asyncio.ensure_future(read(engine, ask("r")))
+        async with asyncio.timeout(10):
+            while (await engine.health()).generated_tokens < 1:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        await engine.close()
+        with pytest.raises(EngineClosed):
+            await reading
+    (ended,) = [body["rid"] for path, body in server.calls if path == "/abort_request"]
+    assert ended.endswith(".r")
+
+
+@pytest.mark.parametrize(
+    ("info", "settings", "message"),
+    [
+        ({"dp_size": 2}, {}, "set rollout.sglang.weights=disk"),
+        ({"max_req_input_len": 3}, {}, "has no room for a prompt and an answer"),
+        ({"tp_size": "two"}, {}, "answered what no SGLang server answers"),
+        ({}, {"deterministic": True}, "--enable-deterministic-inference"),
+    ],
+)
+async def test_a_server_of_another_kind_is_refused(info, settings, message, server, start):
+    server.info |= info
+    with pytest.raises(EngineError, match=message):
+        async with start(**settings):
+            pass
