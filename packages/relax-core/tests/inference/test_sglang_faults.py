@@ -1,4 +1,4 @@
-"""The `sglang` engine against a server that misbehaves: a small one of ours, which says what it is told to."""
+"""The `sglang` engine against a server that misbehaves: a small one, which says what a test tells it to."""
 
 import asyncio
 import json
