@@ -181,3 +181,55 @@ def _end(process: subprocess.Popen[str]) -> None:
             child.kill()
     psutil.wait_procs(children, timeout=30)
     process.wait(30)
+
+
+MOE_ON_CPUS = """
+def install():
+    import torch
+    from sglang.srt.layers.moe import topk
+    from sglang.srt.mem_cache.pool_host import common
+
+    plain = topk.fused_topk_torch_native
+
+    def choose(hidden_states, gating_output, topk, renormalize, correction_bias=None, **named):
+        how = named.get("scoring_func", "softmax")
+        found = plain(hidden_states, gating_output, topk, renormalize, correction_bias, how)
+        return found[0].float(), found[1].int()
+
+    topk.fused_topk = choose
+    common.ALLOC_MEMORY_FUNCS["cpu"] = lambda dims, dtype, *_, **__: torch.empty(dims, dtype=dtype)
+"""
+"""SGLang's mixtures of experts on CPUs without AMX: plain torch where its kernels do not go, by its own way
+for plugins, which it loads in each of its processes.
+"""
+
+
+@pytest.fixture(scope="session")
+def moe_on_cpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder for PYTHONPATH."""
+    folder = tmp_path_factory.mktemp("sglang-plugin")
+    (folder / "moe_on_cpus.py").write_text(MOE_ON_CPUS)
+    described = folder / "moe_on_cpus-1.dist-info"
+    described.mkdir()
+    (described / "METADATA").write_text("Metadata-Version: 2.1\nName: moe-on-cpus\nVersion: 1\n")
+    (described / "entry_points.txt").write_text("[sglang.srt.plugins]\nmoe_on_cpus = moe_on_cpus:install\n")
+    return folder
+
+
+@pytest.fixture
+def sglang_settings(libcuda: Path) -> Callable[..., dict[str, Any]]:
+    """`rollout.sglang` for a server that an engine starts here; skips where SGLang is not installed."""
+    if not PYTHON.exists():
+        pytest.skip("SGLang is not installed: make engines")
+
+    def settings(env: dict[str, str] | None = None, **more: Any) -> dict[str, Any]:
+        around = f"{libcuda}:{os.environ.get('LD_LIBRARY_PATH', '')}".rstrip(":")
+        return {
+            "python": str(PYTHON),
+            "cache_tokens": 8192,
+            "start_seconds": START_SECONDS,
+            "env": {"LD_LIBRARY_PATH": around, "HF_HUB_OFFLINE": "1", **(env or {})},
+            **more,
+        }
+
+    return settings
