@@ -71,6 +71,7 @@ class RemotePeer:
         self.socket = self.context.socket(zmq.DEALER)
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.connect(address)
+        self._heard: list[Reply] = []
 
     def hello(
         self, token: str = "", client: int | None = None, protocol: int = PROTOCOL, **said: Any
@@ -92,19 +93,21 @@ class RemotePeer:
 
     def hear(self) -> Reply:
         """The next reply; what the controller says to find out whether one is there is left out."""
-        deadline = time.monotonic() + 20
-        while True:
-            assert self.socket.poll(max(0, int((deadline - time.monotonic()) * 1000))), "no reply"
-            reply = self.hear_any()
-            if reply.id or not isinstance(reply.body, Done):
-                return reply
+        assert not self.hears_nothing(20_000), "no reply"
+        return self.hear_any()
 
     def hear_any(self) -> Reply:
         """The next reply, which is there already."""
-        return decode_reply(self.socket.recv_multipart(zmq.NOBLOCK)[0])
+        return self._heard.pop(0) if self._heard else decode_reply(self.socket.recv_multipart(zmq.NOBLOCK)[0])
 
     def hears_nothing(self, milliseconds: int = 200) -> bool:
-        return not self.socket.poll(milliseconds)
+        """Whether no reply comes for so long; what the controller asks by itself is none."""
+        deadline = time.monotonic() + milliseconds / 1000
+        while not self._heard and self.socket.poll(max(0, int((deadline - time.monotonic()) * 1000))):
+            reply = self.hear_any()
+            if reply.id or not isinstance(reply.body, Done):
+                self._heard.append(reply)
+        return not self._heard
 
     def close(self) -> None:
         self.context.destroy(linger=0)
