@@ -1,4 +1,4 @@
-"""Weights of which only an adapter is trained: the base travels once, versions are two small matrices a layer.
+"""Of some weights only an adapter is trained: the base travels once, versions are two small matrices a layer.
 
 An engine is given whole tensors as ever: they are merged in the process that follows the versions for it,
 which keeps the base. So any engine that takes tensors takes adapters.
