@@ -119,7 +119,7 @@ def test_a_port_in_use_is_named_and_nothing_half_started_stays() -> None:
         before = {child.pid for child in psutil.Process().children()}
         with pytest.raises(tq.StartFailed, match=str(port)):
             tq.serve(2, port=port)
-    assert {child.pid for child in psutil.Process().children()} == before
+    assert {child.pid for child in psutil.Process().children()} <= before
 
 
 def test_bad_sizes_are_named() -> None:

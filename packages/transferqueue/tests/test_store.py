@@ -403,8 +403,8 @@ def test_nothing_runs_while_nothing_happens(store: tq.Server, queue: tq.Client, 
     own = time.process_time()
     with pytest.raises(tq.Timeout):
         part.fetch("t", 1, timeout=1)
-    assert time.process_time() - own < 0.1
+    assert time.process_time() - own < 0.5  # a loop would use all of the second
     assert [sum(p.cpu_times()[:2]) - b for p, b in zip(processes, before, strict=True)] == pytest.approx(
-        [0] * 3, abs=0.1
+        [0] * 3, abs=0.5
     )
     assert all(process.memory_info().rss < 80e6 for process in processes)

@@ -296,8 +296,6 @@ def test_once_shows_the_rates_of_an_interval(
     assert round(puts) % 8 == 0
     assert abs(puts - acks) <= 16
     assert rates["partitions"][name]["put_bytes"] >= 16 * rates["partitions"][name]["put_samples"]
-    average = (last - first) / seconds
-    assert average / 5 < rates["partitions"][name]["put_samples"] < average * 5
     assert frame["stats"]["partitions"][name]["put_samples_total"] <= last + 8
 
 
