@@ -2,6 +2,7 @@
 
 import torch
 from relax.backends.inference.sglang.experts import apart, together
+from relax.backends.inference.sglang.model import ServedModel
 from relax.backends.models import build_model, named_weights
 from relax.backends.tiny import write_tiny
 from safetensors.torch import load_file
@@ -38,3 +39,16 @@ def test_a_layer_that_lacks_an_expert_keeps_its_names():
     )
     lacking = {name: tensor.to("meta") for name, tensor in whole.items() if ".1.up_proj" not in name}
     assert together(lacking).keys() == lacking.keys()
+
+
+def test_a_tied_mixture_sends_its_output_layer_too_as_sglang_does_not_tie_it(tmp_path):
+    for kind, extra in (("qwen3_moe", {"lm_head.weight"}), ("qwen3", set())):
+        folder = write_tiny(tmp_path / kind, kind)
+        served = ServedModel.read(folder, "float32", tmp_path / f"{kind}-completed", 0)
+        trained = dict(named_weights(build_model(served.folder)))
+        assert {name: (t.shape, t.dtype) for name, t in trained.items()} == {
+            name: (t.shape, t.dtype) for name, t in served.weights.items()
+        }
+        sent = served.for_server(trained)
+        assert sent.keys() - load_file(served.folder / "model.safetensors").keys() == extra
+        assert all(sent[name] is trained["model.embed_tokens.weight"] for name in extra)

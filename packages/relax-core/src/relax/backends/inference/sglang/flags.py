@@ -1,5 +1,6 @@
 """How a server of SGLang is started: its command line and environment, as data."""
 
+import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -70,8 +71,19 @@ def command(spec: EngineSpec, folder: Path, port: int, capacity: int) -> list[st
             "sleep_on_idle": True,  # an idle server would take a core
         }
     else:
-        flags["base_gpu_id"] = settings.first_gpu + spec.number * gpus(settings)
+        flags["base_gpu_id"] = _first_gpu(spec, os.environ)
     return [python_of(settings), "-m", "sglang.launch_server", *words(flags | plain(settings.extra))]
+
+
+def _first_gpu(spec: EngineSpec, around: Mapping[str, str]) -> int:
+    """Replicas of one machine follow each other. Where a launcher shows this process exactly the GPUs of one
+    server, they are its own.
+    """
+    settings = spec.settings.sglang
+    seen = [word for word in around.get("CUDA_VISIBLE_DEVICES", "").split(",") if word.strip()]
+    if len(seen) == gpus(settings):
+        return 0
+    return settings.first_gpu + spec.number * gpus(settings)
 
 
 def gpus(settings: SglangSettings) -> int:

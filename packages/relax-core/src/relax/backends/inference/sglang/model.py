@@ -13,11 +13,11 @@ from torch import Tensor
 
 from relax.backends.inference.errors import EngineError, InvalidRequest, InvalidUpdate
 from relax.backends.inference.sglang.answers import Captured
-from relax.backends.inference.sglang.experts import together
+from relax.backends.inference.sglang.experts import apart, together
 from relax.backends.models import build_model, has_weights, torch_dtype
 from relax.backends.routes import routing_of
 
-OUTPUT = "lm_head.weight"
+OUTPUT, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 """Not among the weights where the model ties it to its embedding."""
 
 PLACEHOLDERS = ("image_token_id", "video_token_id", "audio_token_id")
@@ -36,6 +36,7 @@ class ServedModel:
         context: tokens of prompt and response together.
         captured: what a server tells of its routes; None for a dense model.
         never: tokens that only stand for media, which no policy may say.
+        tied: the output layer is the embedding.
     """
 
     folder: Path
@@ -44,6 +45,7 @@ class ServedModel:
     context: int
     captured: Captured | None
     never: tuple[int, ...]
+    tied: bool
 
     @classmethod
     def read(cls, folder: Path, dtype: str, completed: Path, seed: int) -> "ServedModel":
@@ -73,7 +75,18 @@ class ServedModel:
             int(text.get("max_position_embeddings") or LONGEST),
             None if routing is None else Captured(routing, int(text["num_hidden_layers"])),
             tuple(int(outer[name]) for name in PLACEHOLDERS if outer.get(name) is not None),
+            _ties(config),
         )
+
+    def for_server(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """A version under the names that a server loads (`experts`). SGLang's mixtures of experts have an
+        output layer of their own even where the model ties it, so there it is sent beside the embedding that
+        it equals.
+        """
+        found = apart(tensors)
+        if self.tied and self.captured is not None and EMBEDDING in found:
+            found[OUTPUT] = found[EMBEDDING]
+        return found
 
     def check_request(self, request: GenerationRequest, capacity: int) -> None:
         """Refuse what can never be served.

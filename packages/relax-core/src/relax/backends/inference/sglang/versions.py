@@ -10,7 +10,6 @@ import dcs
 from dcs.appliers import SglangApplier
 from torch import Tensor
 
-from relax.backends.inference.sglang.experts import apart
 from relax.backends.inference.sglang.model import ServedModel
 from relax.config.sglang import SglangSettings
 
@@ -31,8 +30,9 @@ class VersionPusher:
         resumes: running requests are ended for a version, and have to be asked again.
     """
 
-    def __init__(self, applier: SglangApplier, *, resumes: bool) -> None:
+    def __init__(self, applier: SglangApplier, model: ServedModel, *, resumes: bool) -> None:
         self._applier = applier
+        self._model = model
         self.resumes = resumes
         self._epochs = itertools.count(1)
 
@@ -52,7 +52,7 @@ class VersionPusher:
         elif settings.pause == "in_place":
             pause = "in_place"
         options: dict[str, Any] = {
-            "layout": dcs.layout.of(apart(model.weights)),
+            "layout": dcs.layout.of(model.for_server(model.weights)),
             "model": model.folder,
             "mode": settings.weights,
             "pause": pause,
@@ -62,7 +62,8 @@ class VersionPusher:
             "backend": settings.weights_backend,
             "directory": settings.weights_folder,
         }
-        return cls(await asyncio.to_thread(SglangApplier, url, **options), resumes=resumes)
+        applier = await asyncio.to_thread(SglangApplier, url, **options)
+        return cls(applier, model, resumes=resumes)
 
     async def push(self, version: int, tensors: Mapping[str, Tensor]) -> float:
         """Put a version in; returns the seconds that the server stood still.
@@ -71,7 +72,7 @@ class VersionPusher:
             dcs.LayoutMismatch: it does not fit; the server was not spoken to.
             dcs.ApplyFailed: it did not go in.
         """
-        pushed = Pushed(version, next(self._epochs), apart(tensors))
+        pushed = Pushed(version, next(self._epochs), self._model.for_server(tensors))
         await asyncio.to_thread(self._applier, pushed)
         assert self._applier.last is not None
         return self._applier.last.pause_seconds
