@@ -1,0 +1,1 @@
+"""The two sides of benchmarks/replay.py, and the mixture of experts that both start from."""
