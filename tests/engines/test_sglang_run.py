@@ -44,5 +44,5 @@ def test_the_quick_start_learns_and_leaves_no_server_behind(
         json.loads(line) for line in (tmp_path / "run" / "accounting.jsonl").read_text().splitlines()
     ]
     assert not accounts.get("faults")
-    assert "POST /continue_generation" in (tmp_path / "run" / "logs" / "engine-0.sglang.log").read_text()
+    assert "Prefill batch" in (tmp_path / "run" / "logs" / "engine-0.sglang.log").read_text()
     assert not [one for one in psutil.process_iter(["cmdline"]) if str(tmp_path) in str(one.info["cmdline"])]

@@ -113,6 +113,14 @@ async def test_a_death_is_told_with_its_signal_and_the_end_of_the_log(start):
     assert str(server.log) in told
 
 
+async def test_an_error_that_much_follows_is_shown_before_the_end_of_the_log(start):
+    server = start("print('OSError: the port is taken')\nfor n in range(90): print('line', n)")
+    async with asyncio.timeout(30):
+        told = await asyncio.shield(server.ended)
+    assert "OSError: the port is taken\n...\nline 65\n" in told
+    assert told.endswith("line 89")
+
+
 async def test_the_end_of_a_part_is_the_end_of_the_server(start):
     server = start(FAMILY)
     await server.ready(lambda: says(server, "orphan"), 30)

@@ -56,6 +56,7 @@ def command(spec: EngineSpec, folder: Path, port: int, capacity: int) -> list[st
         "skip_tokenizer_init": True,
         "skip_server_warmup": True,
         "incremental_streaming_output": True,
+        "log_level_http": "warning",  # each question how it fares would be a line
         "enable_return_routed_experts": spec.routes,
         "enable_deterministic_inference": settings.deterministic,
         "mem_fraction_static": settings.memory_fraction,

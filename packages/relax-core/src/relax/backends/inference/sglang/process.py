@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -18,7 +19,8 @@ PROBE_SECONDS = 0.25
 END_SECONDS = 60.0
 """Longest end of a process tree that is killed; only what hangs in a driver takes long."""
 TAIL_LINES = 25
-TAIL_BYTES = 16_384
+FAULT_LINES = 6
+TAIL_BYTES = 65_536
 
 
 class ServerFailed(EngineError):
@@ -107,13 +109,18 @@ class ServerProcess:
         return [pid for pid in _descendants(self._process.pid) if _title(pid).startswith("sglang::")]
 
     def tail(self) -> str:
-        """The last lines of the log since this start, under its name."""
-        with self.log.open("rb") as lines:
-            size = lines.seek(0, os.SEEK_END)
-            lines.seek(max(self._began, size - TAIL_BYTES))
-            text = lines.read().decode(errors="replace")
-        last = [line[:400] for line in text.splitlines() if line.strip()][-TAIL_LINES:]
-        return "\n".join([f"the end of {self.log}:", *(last or ["(it is empty)"])])
+        """The last lines of the log since this start, under its name, and before them the first that speak of
+        an error: what follows from one is often longer than the end.
+        """
+        with self.log.open("rb") as content:
+            size = content.seek(0, os.SEEK_END)
+            content.seek(max(self._began, size - TAIL_BYTES))
+            text = content.read().decode(errors="replace")
+        lines = [line[:400] for line in text.splitlines() if line.strip()]
+        before, last = lines[:-TAIL_LINES], lines[-TAIL_LINES:]
+        faults = [line for line in before if re.search(r"error|exception", line, re.IGNORECASE)][:FAULT_LINES]
+        told = [*faults, "..."] if faults else []
+        return "\n".join([f"the end of {self.log}:", *told, *(last or ["(it is empty)"])])
 
     async def close(self) -> None:
         """End the server and all that it has started, and wait for that. Idempotent.
