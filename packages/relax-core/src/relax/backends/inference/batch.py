@@ -32,7 +32,7 @@ class RunningBatch:
         self._spans: list[list[tuple[int, int, int]]] = []
         self._routes: CapturedRoutes | None = None
         if network.routing is not None:
-            self._routes = CapturedRoutes(network.routing, slots, network.device)
+            self._routes = CapturedRoutes(network.routing, slots)
         self._seeds = np.zeros(slots, np.uint64)
         self._temperature = np.zeros(slots, np.float32)
         self._top_p = np.zeros(slots, np.float32)
@@ -78,7 +78,7 @@ class RunningBatch:
     def step(self) -> list[FinishedGeneration]:
         """One decode step of every row. Returns what it finished."""
         rows = slice(0, len(self.requests))
-        into = None if self._routes is None else self._routes.sheet()
+        into = None if self._routes is None else self._routes.step()
         logits = self._network.decode(self._last[rows], self._lengths[rows], self._offsets[rows], into)
         self._lengths[rows] += 1
         return self._sample(rows, logits)

@@ -1,8 +1,8 @@
 """The routes of the running rows: captured when a token is first fed, kept as they are from then on.
 
-A decode step writes its choices straight into a sheet of this file; sheets are turned into rows' own arrays
-only when a row comes or goes, or the sheets run out: a few vector operations for many steps, and no Python
-for a token. A recomputation at a commit follows what was captured, and captures nothing.
+A decode step adds the very tensors that its routers made to a list; they become rows' own arrays only when a
+row comes or goes, or when many steps are listed: a few vector operations for many steps, and no Python for a
+token. A recomputation at a commit follows what was captured, and captures nothing.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from relax.backends.routes import Routes, Routing
 
-_SHEETS = 32
+_STEPS = 32
 """Decode steps between two sortings at the most."""
 
 
@@ -23,18 +23,13 @@ class CapturedRoutes:
     Args:
         routing: of the model.
         slots: the most rows.
-        device: where the network computes.
     """
 
-    def __init__(self, routing: Routing, slots: int, device: torch.device) -> None:
-        self._routing = routing
-        layers = len(routing.layers)
-        self._sheets = torch.empty(_SHEETS, layers, slots, routing.top_k, dtype=torch.int64, device=device)
+    def __init__(self, routing: Routing, slots: int) -> None:
         self._narrow = getattr(torch, routing.dtype.name)
-        self._steps = 0
-        self._rows = 0
+        self._steps: list[list[Tensor]] = []
         self._prompts: list[Routes] = []
-        self._sampled = np.zeros((slots, 64, layers, routing.top_k), routing.dtype)
+        self._sampled = np.zeros((slots, 64, len(routing.layers), routing.top_k), routing.dtype)
         self._counts = np.zeros(slots, np.int64)
 
     def enter(self, prompts: Sequence[Routes]) -> None:
@@ -43,14 +38,13 @@ class CapturedRoutes:
         self._counts[len(self._prompts) : len(self._prompts) + len(prompts)] = 0
         self._prompts.extend(prompts)
 
-    def sheet(self) -> Tensor:
-        """int64 [layers, rows, top_k]: where the next decode step of all rows writes its choices."""
-        if self._steps == _SHEETS:
+    def step(self) -> list[Tensor]:
+        """Where the next decode step of all rows adds its choices, int64 [rows, top_k] for each layer."""
+        if len(self._steps) == _STEPS:
             self._sort()
-        self._rows = len(self._prompts)
-        sheet = self._sheets[self._steps, :, : self._rows]
-        self._steps += 1
-        return sheet
+        chosen: list[Tensor] = []
+        self._steps.append(chosen)
+        return chosen
 
     def of(self, row: int) -> Routes:
         """A new array [prompt + sampled - 1, layers, top_k]: all that has been fed of a row."""
@@ -71,17 +65,19 @@ class CapturedRoutes:
         del self._prompts[rows:]
 
     def _sort(self) -> None:
-        """Move what the sheets hold to the rows' own arrays."""
+        """Move what the steps have listed to the rows' own arrays."""
         if not self._steps:
             return
-        steps, rows, counts = self._steps, self._rows, self._counts[: self._rows]
-        self._steps = 0
-        if (most := int(counts.max()) + steps) > self._sampled.shape[1]:
-            shape = self._sampled.shape
-            wider = np.zeros((shape[0], 2 * most, *shape[2:]), self._sampled.dtype)
-            wider[:, : shape[1]] = self._sampled
+        steps, rows = len(self._steps), len(self._prompts)
+        chosen = torch.stack([each for step in self._steps for each in step])
+        self._steps = []
+        counts = self._counts[:rows]
+        _, width, layers, top_k = self._sampled.shape
+        if (most := int(counts.max()) + steps) > width:
+            wider = np.zeros((len(self._sampled), 2 * most, layers, top_k), self._sampled.dtype)
+            wider[:, :width] = self._sampled
             self._sampled = wider
-        fresh = self._sheets[:steps, :, :rows].to(self._narrow).cpu().numpy().transpose(2, 0, 1, 3)
+        fresh = chosen.to(self._narrow).cpu().numpy().reshape(steps, layers, rows, top_k)
         places = counts[:, None] + np.arange(steps)
-        self._sampled[np.arange(rows)[:, None], places] = fresh
+        self._sampled[np.arange(rows)[:, None], places] = fresh.transpose(2, 0, 1, 3)
         counts += steps

@@ -19,34 +19,28 @@ class Mixture:
         self._top_k: int = block.gate.top_k
         self._normalised: bool = block.gate.norm_topk_prob
 
-    def choose(self, hidden: Tensor, into: Tensor) -> None:
-        """Write the experts of each token, best first, and compute nothing else.
+    def choose(self, hidden: Tensor) -> Tensor:
+        """Of [tokens, hidden] the experts of each token, best first: int64 [tokens, top_k]."""
+        return torch.topk(self._scores(hidden), self._top_k).indices
 
-        Args:
-            hidden: [tokens, hidden].
-            into: int64 [tokens, top_k].
-        """
-        scores = self._scores(hidden)
-        torch.topk(scores, self._top_k, out=(scores.new_empty(into.shape), into))
-
-    def __call__(self, hidden: Tensor, into: Tensor | None = None, follow: Tensor | None = None) -> Tensor:
+    def __call__(
+        self, hidden: Tensor, into: list[Tensor] | None = None, follow: Tensor | None = None
+    ) -> Tensor:
         """What the experts make of each token, [tokens, hidden].
 
         Args:
             hidden: [tokens, hidden].
-            into: int64 [tokens, top_k], where the choice is written; None keeps it to itself.
+            into: where the choice is added, int64 [tokens, top_k], best first; None keeps it to itself.
             follow: int64 [tokens, top_k]: no choice is made, these experts are it. Their weights are those
                 that the router gives them now.
         """
         scores = self._scores(hidden)
         if follow is not None:
             experts, weights = follow, scores.gather(1, follow)
-        elif into is not None:
-            # Written where it is kept: a capture costs no copy.
-            experts, weights = into, scores.new_empty(into.shape)
-            torch.topk(scores, self._top_k, out=(weights, experts))
         else:
             weights, experts = torch.topk(scores, self._top_k)
+            if into is not None:
+                into.append(experts)
         if self._normalised:
             weights = weights / weights.sum(dim=-1, keepdim=True)
         return self._experts(hidden, experts, weights.to(hidden.dtype))

@@ -173,13 +173,13 @@ class Network:
         rows: list[Tensor] = [torch.empty(0)] * len(contexts)
         routes: dict[int, Routes] = {}
         for piece in pieces([len(context.tokens) for context in contexts]):
-            sheet = None if self.routing is None else self._sheet(contexts, piece, self.routing)
-            logits, found = self._prefill(contexts, slots, piece, logits=True, into=sheet)
+            chosen: list[Tensor] | None = None if self.routing is None else []
+            logits, found = self._prefill(contexts, slots, piece, logits=True, into=chosen)
             assert logits is not None
             for index, row, offset in zip(piece, logits, found, strict=True):
                 rows[index], offsets[index] = row, offset
-            if sheet is not None:
-                routes.update(zip(piece, self._unpadded(sheet, contexts, piece), strict=True))
+            if chosen:
+                routes.update(zip(piece, self._unpadded(chosen, contexts, piece), strict=True))
         return Prefilled(torch.stack(rows), offsets, [routes[index] for index in sorted(routes)])
 
     def recompute(
@@ -210,10 +210,12 @@ class Network:
         filler = torch.arange(routing.top_k, device=self.device)
         return filler.repeat(len(routing.layers), len(piece) * width, 1)
 
-    def _unpadded(self, sheet: Tensor, contexts: Sequence[Context], piece: Sequence[int]) -> list[Routes]:
+    def _unpadded(
+        self, chosen: list[Tensor], contexts: Sequence[Context], piece: Sequence[int]
+    ) -> list[Routes]:
         assert self.routing is not None
-        layers, places, top_k = sheet.shape
-        narrow = sheet.to(getattr(torch, self.routing.dtype.name)).cpu().numpy()
+        layers, (places, top_k) = len(chosen), chosen[0].shape
+        narrow = torch.stack(chosen).to(getattr(torch, self.routing.dtype.name)).cpu().numpy()
         rows = narrow.reshape(layers, len(piece), places // len(piece), top_k).transpose(1, 2, 0, 3)
         return [rows[row, -len(contexts[index].tokens) :].copy() for row, index in enumerate(piece)]
 
@@ -224,7 +226,7 @@ class Network:
         piece: Sequence[int],
         *,
         logits: bool,
-        into: Tensor | None = None,
+        into: list[Tensor] | None = None,
         follow: Tensor | None = None,
     ) -> tuple[Tensor | None, list[int]]:
         contexts, slots = [contexts[index] for index in piece], [slots[index] for index in piece]
@@ -267,7 +269,7 @@ class Network:
         tokens: NDArray[np.int64],
         lengths: NDArray[np.int64],
         offsets: NDArray[np.int64],
-        into: Tensor | None = None,
+        into: list[Tensor] | None = None,
     ) -> Tensor:
         """Feed one token to each of the slots 0 to rows-1; returns the next's logits [rows, vocabulary].
 
@@ -275,7 +277,7 @@ class Network:
             tokens: int64 [rows].
             lengths: int64 [rows], tokens each row already has in its slot; the new one is written there.
             offsets: int64 [rows], see `Prefilled`.
-            into: int64 [routing layers, rows, top_k], where the experts chosen are written.
+            into: where the experts chosen are added, int64 [rows, top_k] for each routing layer.
         """
         mask = self._cache.begin_decode(lengths)
         places = lengths + offsets

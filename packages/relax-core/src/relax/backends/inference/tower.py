@@ -55,7 +55,7 @@ class TextTower:
         mask: Tensor,
         cache: SlotCache,
         last: int,
-        into: Tensor | None = None,
+        into: list[Tensor] | None = None,
     ) -> Tensor:
         """One token a row, after `cache.begin_decode`.
 
@@ -65,7 +65,7 @@ class TextTower:
             mask: [rows, 1, 1, width], added to scores.
             cache: where keys and values are and go.
             last: the highest position.
-            into: int64 [routing layers, rows, top_k], where the experts chosen are written; None for nowhere.
+            into: where the experts chosen are added, int64 [rows, top_k] for each routing layer.
 
         Returns:
             Logits [rows, vocabulary].
@@ -75,7 +75,7 @@ class TextTower:
             query, key, value = layer.project(hidden, cos, sin, 1)
             keys, values = slots.update(key, value)
             hidden = layer.attended(hidden, attention(query, keys, values, mask, layer.scaling))
-            hidden = layer.finish(hidden, into=layer.part_of(into))
+            hidden = layer.finish(hidden, into)
         return self._logits(hidden)
 
     def prefill(
@@ -86,7 +86,7 @@ class TextTower:
         cache: SlotCache,
         *,
         logits: bool,
-        into: Tensor | None = None,
+        into: list[Tensor] | None = None,
         follow: Tensor | None = None,
     ) -> Tensor | None:
         """Whole left-padded sequences, after `cache.begin_prefill`.
@@ -97,8 +97,9 @@ class TextTower:
             mask: [rows, 1, length, length], added to scores; None is plainly causal.
             cache: where keys and values go.
             logits: False when only keys and values are asked for.
-            into: int64 [routing layers, rows * length, top_k], where the experts chosen are written.
-            follow: as `into`, experts that are taken instead of choosing any; with `logits=False` only.
+            into: where the experts chosen are added, int64 [rows * length, top_k] for each routing layer.
+            follow: int64 [routing layers, rows * length, top_k], experts that are taken instead of choosing
+                any; with `logits=False` only.
 
         Returns:
             Logits after each row's last token [rows, vocabulary], if asked for.
@@ -110,21 +111,23 @@ class TextTower:
             slots.update(key, value)
             if index < len(self._layers) - 1:
                 hidden = layer.attended(hidden, attention(query, key, value, mask, layer.scaling))
-                hidden = layer.finish(hidden, into=layer.part_of(into), follow=layer.part_of(follow))
+                hidden = layer.finish(hidden, into, layer.part_of(follow))
                 continue
             # Of the last layer one position a row is read, or none.
             if not logits:
                 return None
-            chosen = layer.part_of(into)
-            if chosen is None:
+            tells = into is not None and layer.mixture is not None
+            if not tells:
                 query, hidden = query[:, :, -1:], hidden.view(rows, length, -1)[:, -1]
                 mask = cos.new_zeros(rows, 1, 1, length) if mask is None else mask[:, :, -1:]
             hidden = layer.attended(hidden, attention(query, key, value, mask, layer.scaling))
-            if chosen is not None:
+            chosen = None
+            if tells:
                 # Every position has a route, though only the last one goes on to the experts.
-                layer.choose(hidden, chosen)
+                assert into is not None
+                into.append(layer.choose(hidden))
                 hidden = hidden.view(rows, length, -1)[:, -1]
-                chosen = chosen.view(rows, length, -1)[:, -1]
+                chosen = into[-1].view(rows, length, -1)[:, -1]
             hidden = layer.finish(hidden, follow=chosen)
         return self._logits(hidden)
 
@@ -190,12 +193,14 @@ class _Layer:
         """The layer's input and what attention gave, [rows, length, heads, head_dim], together."""
         return _added(hidden, mixed.reshape(len(hidden), -1), self._out)
 
-    def choose(self, hidden: Tensor, into: Tensor) -> None:
-        """Write the experts that `finish` would choose, int64 [tokens, top_k], and nothing else."""
+    def choose(self, hidden: Tensor) -> Tensor:
+        """The experts that `finish` would choose, int64 [tokens, top_k], and nothing else."""
         assert self.mixture is not None
-        self.mixture.choose(_normed(hidden, self._after), into)
+        return self.mixture.choose(_normed(hidden, self._after))
 
-    def finish(self, hidden: Tensor, into: Tensor | None = None, follow: Tensor | None = None) -> Tensor:
+    def finish(
+        self, hidden: Tensor, into: list[Tensor] | None = None, follow: Tensor | None = None
+    ) -> Tensor:
         """The layer's output from what `attended` gave; for `into` and `follow` see `Mixture`."""
         normed = _normed(hidden, self._after)
         if self.mixture is not None:
