@@ -5,6 +5,7 @@ the leader lets it go.
 """
 
 import os
+import signal
 import sys
 import traceback
 from typing import Any
@@ -18,6 +19,8 @@ TRACE = 1 << 16
 
 def main(arguments: list[str]) -> int:
     address, rank = arguments
+    # Ctrl-C reaches every process of a terminal; it is the leader's to make a tidy end of it.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     token = _line(0)
     end_with_parent()
     tether = Tether(address, token, int(rank))
