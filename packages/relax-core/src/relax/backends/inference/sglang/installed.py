@@ -9,8 +9,8 @@ from relax.config.sglang import SglangSettings
 
 LOOK_SECONDS = 60.0
 LOOK = (
-    "import importlib.metadata, importlib.util\n"
-    "assert importlib.util.find_spec('sglang'), 'no module named sglang'\n"
+    "import importlib.metadata, importlib.util, sys\n"
+    "importlib.util.find_spec('sglang') or sys.exit('no module named sglang')\n"
     "print(importlib.metadata.version('sglang'))"
 )
 

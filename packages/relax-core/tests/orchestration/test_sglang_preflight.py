@@ -1,0 +1,38 @@
+"""What a run with SGLang is refused for, when everything is known and nothing is started."""
+
+import json
+from pathlib import Path
+
+import pytest
+from relax.config import ConfigError
+from relax.orchestration.run_folder import RunFolder
+from relax.orchestration.train import prepare
+
+
+@pytest.fixture
+def words(tmp_path: Path) -> list[str]:
+    data = tmp_path / "prompts.jsonl"
+    data.write_text(json.dumps({"prompt": "1+1=", "answer": "2"}) + "\n")
+    servers = "rollout.sglang.urls=[http://127.0.0.1:1,http://127.0.0.1:2]"
+    return [f"data={data}", "data.answer_column=answer", "rollout.engine=sglang", servers]
+
+
+def test_servers_that_are_there_need_no_sglang_here(config, words, tmp_path):
+    context = prepare(config(*words), RunFolder(tmp_path), resume=False)
+    assert context.model == tmp_path / "model"
+
+
+def test_a_python_without_sglang_is_found_before_anything_is_started(config, words, tmp_path):
+    missing = ["rollout.sglang.urls=[]", f"rollout.sglang.python={tmp_path / 'no-python'}"]
+    with pytest.raises(ConfigError, match="no-python' cannot be run"):
+        prepare(config(*words, *missing), RunFolder(tmp_path), resume=False)
+
+
+def test_a_replay_is_refused_as_its_bits_cannot_be_had_again(config, words, tmp_path):
+    with pytest.raises(ConfigError, match=r"--replay with rollout.engine = sglang"):
+        prepare(config(*words), RunFolder(tmp_path), resume=False, replay=tmp_path)
+
+
+def test_a_model_that_sees_is_refused(config, words, tmp_path):
+    with pytest.raises(ConfigError, match=r"model.path = 'tiny_vl', which sees or hears"):
+        prepare(config(*words, "model=tiny_vl"), RunFolder(tmp_path), resume=False)
