@@ -4,7 +4,7 @@ import torch
 from relax.backends.inference.sglang.experts import apart, together
 from relax.backends.inference.sglang.model import ServedModel
 from relax.backends.models import build_model, named_weights
-from relax.backends.tiny import write_tiny
+from relax.backends.tiny import Kind, write_tiny
 from safetensors.torch import load_file
 
 
@@ -42,7 +42,8 @@ def test_a_layer_that_lacks_an_expert_keeps_its_names():
 
 
 def test_a_tied_mixture_sends_its_output_layer_too_as_sglang_does_not_tie_it(tmp_path):
-    for kind, extra in (("qwen3_moe", {"lm_head.weight"}), ("qwen3", set())):
+    cases: list[tuple[Kind, set[str]]] = [("qwen3_moe", {"lm_head.weight"}), ("qwen3", set())]
+    for kind, extra in cases:
         folder = write_tiny(tmp_path / kind, kind)
         served = ServedModel.read(folder, "float32", tmp_path / f"{kind}-completed", 0)
         trained = dict(named_weights(build_model(served.folder)))
