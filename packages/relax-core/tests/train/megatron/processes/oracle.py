@@ -3,7 +3,7 @@
 import math
 
 import torch
-from rank_cases import SETTINGS, batches, loss
+from problem import SETTINGS, batches, loss
 from relax.algorithms.spec import LossInputs
 from relax.backends.train.base import Packed
 from torch import Tensor

@@ -1,12 +1,14 @@
 """What the rank processes of these tests do. Each case takes JSON, and returns JSON on every rank."""
 
 import contextlib
+import dataclasses
 import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from problem import SETTINGS, batches, loss
 from relax.algorithms.spec import LossInputs, LossOutputs
 from relax.backends.train.base import Packed
 from relax.backends.train.megatron.rank import MegatronRank
@@ -15,48 +17,6 @@ from relax.backends.train.settings import TrainerSettings
 from relax.config.roles import ActorSettings
 from safetensors.torch import load_file, save_file
 from torch import distributed
-
-SETTINGS = {"lr": 1e-3, "temperature": 0.9, "weight_decay": 0.1, "clip_grad_norm": 0.5}
-
-
-def batches(seed: int, vocabulary: int, count: int = 4) -> list[Packed]:
-    """Micro-batches of different lengths, some of their response tokens not marked."""
-    generator = torch.Generator().manual_seed(seed)
-    shapes = [((5, 4), (3, 6), (7, 2)), ((2, 9),), ((4, 3), (6, 5)), ((3, 3), (1, 7), (2, 2), (8, 1))]
-    made = []
-    for rows in (shapes[index % len(shapes)] for index in range(count)):
-        lengths = torch.tensor([prompt + response for prompt, response in rows])
-        responses = sum(response for _, response in rows)
-        made.append(
-            Packed(
-                torch.randint(0, vocabulary, (int(lengths.sum()),), generator=generator),
-                torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]),
-                torch.tensor([prompt for prompt, _ in rows]),
-                {
-                    "loss_mask": (torch.rand(responses, generator=generator) < 0.8).to(torch.uint8),
-                    "rollout_logprobs": -4 * torch.rand(responses, generator=generator),
-                    "advantages": torch.randn(responses, generator=generator),
-                },
-            )
-        )
-    return made
-
-
-def loss(inputs: LossInputs) -> LossOutputs:
-    """A ratio loss, over whole rows as well: its gradient at a token depends on others."""
-    ratio = (inputs.logprobs - inputs.old_logprobs).clamp(max=1.0).exp()
-    mask = inputs.mask.to(ratio.dtype)
-    rows = torch.stack(
-        [
-            (inputs.logprobs[first:last] * mask[first:last]).sum()
-            for first, last in zip(inputs.offsets[:-1].tolist(), inputs.offsets[1:].tolist(), strict=True)
-        ]
-    )
-    value = -(ratio * inputs.advantages * mask).sum() + 0.01 * rows.square().sum()
-    count = float(mask.sum())
-    return LossOutputs(
-        value, count, {"ratio": (float((ratio * mask).sum()), count), "ratio_max": (float(ratio.max()), 1.0)}
-    )
 
 
 @contextlib.contextmanager
@@ -201,6 +161,16 @@ def load_and_go_on(
         return _go_on(rank, vocabulary)
 
 
+def save_and_export(folder: str, actor: dict[str, Any], out: str, vocabulary: int) -> dict[str, Any]:
+    """A step, then a checkpoint and a Hugging Face folder of the same weights."""
+    with rank_of(folder, actor) as rank:
+        rank.forward_backward(mine(rank, batches(20, vocabulary)), loss)
+        rank.optim_step(1 / 40)
+        rank.save(Path(out) / "checkpoint")
+        rank.export(Path(out) / "exported")
+        return {}
+
+
 def _go_on(rank: MegatronRank, vocabulary: int) -> dict[str, Any]:
     work = mine(rank, batches(40, vocabulary))
     scores = rank.forward(work)
@@ -215,6 +185,149 @@ def _go_on(rank: MegatronRank, vocabulary: int) -> dict[str, Any]:
         "norm": stats.grad_norm,
         "digest": digest,
     }
+
+
+def _with_routes(work: list[Packed], experts: int, layers: int, top_k: int) -> list[Packed]:
+    """Random routes; none for the last token of a row, nor for some others."""
+    generator = torch.Generator().manual_seed(7)
+    made = []
+    for batch in work:
+        tokens = len(batch.tokens)
+        choice = torch.rand(tokens, layers, experts, generator=generator).argsort(-1)[..., :top_k]
+        choice[batch.offsets[1:] - 1] = -1
+        choice[torch.rand(tokens, layers, generator=generator) < 0.1] = -1
+        made.append(dataclasses.replace(batch, routes=choice.to(torch.int16)))
+    return made
+
+
+def replayed(folder: str, actor: dict[str, Any], out: str, vocabulary: int) -> dict[str, Any]:
+    """Gradient under given routes; whether each layer of this rank used them where there are any."""
+    from megatron.core.distributed import finalize_model_grads
+
+    with rank_of(folder, actor) as rank:
+        routing = rank._routing
+        assert routing is not None
+        work = mine(
+            rank, _with_routes(batches(11, vocabulary), routing.experts, len(routing.layers), routing.top_k)
+        )
+        rank.forward(work[:1])
+        given = work[0].routes
+        assert given is not None
+        assert rank._replay is not None
+        used = rank._replay.recorded()
+        followed = {}
+        for layer, chosen in used.items():
+            if len(chosen) < len(given):
+                continue  # this rank's router sees a part of the tokens
+            wanted = given[:, routing.layers.index(layer)].long()
+            mask = wanted[:, 0] >= 0
+            followed[layer] = [bool((chosen[: len(wanted)][mask] == wanted[mask]).all()), int(mask.sum())]
+        rank.forward([dataclasses.replace(work[0], routes=None)])
+        live = {layer: bool((c[: len(given)] >= 0).all()) for layer, c in rank._replay.recorded().items()}
+        rank.forward_backward(work, loss)
+        finalize_model_grads(rank._trained._chunks)
+        gathered(
+            rank, {name: p.main_grad.clone() for name, p in rank._parameters.items()}, Path(out) / "grads"
+        )
+        return {"followed": followed, "live": live}
+
+
+def values(folder: str, actor: dict[str, Any], vocabulary: int, out: str) -> dict[str, Any]:
+    """A critic: values at first, after steps towards a target, and after a checkpoint was loaded."""
+    target = 0.7
+
+    def error(inputs: LossInputs) -> LossOutputs:
+        return LossOutputs((inputs.logprobs - target).square().sum(), float(len(inputs.logprobs)))
+
+    with rank_of(folder, actor, critic=True, lr=3e-2, clip_grad_norm=None, weight_decay=0.0) as rank:
+        work = mine(rank, batches(5, vocabulary))
+        first = rank.forward(work)
+        for _ in range(12):
+            rank.forward_backward(work, error)
+            rank.optim_step(1 / 60)
+        trained = rank.forward(work)
+        names = sorted({piece.source for spec in rank.layout().tensors for piece in spec.pieces})
+        rank.save(Path(out))
+    with rank_of(folder, actor, critic=True) as rank:
+        rank.load(Path(out))
+        again = rank.forward(work)
+    return {"first": _listed(first), "trained": _listed(trained), "again": _listed(again), "names": names}
+
+
+def _listed(found: list[torch.Tensor] | None) -> list[list[float]] | None:
+    return None if found is None else [part.tolist() for part in found]
+
+
+def warm_up(folder: str, actor: dict[str, Any], vocabulary: int) -> dict[str, Any]:
+    """Supervised steps, then one of RL: its moments start afresh."""
+    with rank_of(folder, actor) as rank:
+        work = mine(rank, batches(6, vocabulary))
+        count = sum(int(batch.fields["loss_mask"].sum()) for batch in batches(6, vocabulary))
+        sums = [rank.supervised_step(work, 5e-3, count) for _ in range(6)]
+        before = {name: tensor.clone() for name, tensor in rank.tensors()}
+        rank.forward_backward(work, loss)
+        stats = rank.optim_step(1 / 40)
+        moved = max(float((tensor - before[name]).abs().max()) for name, tensor in rank.tensors())
+        return {"sums": sums, "steps": rank.steps, "moved": moved, "lr": stats.lr}
+
+
+def odd_steps(folder: str, actor: dict[str, Any], vocabulary: int) -> dict[str, Any]:
+    """A dummy micro-batch adds nothing; a gradient that is not finite changes nothing; order is kept."""
+    from relax.backends.train.errors import BatchError, StepOrderError
+
+    def broken(inputs: LossInputs) -> LossOutputs:
+        return LossOutputs((inputs.logprobs * float("nan")).sum(), 1.0)
+
+    with rank_of(folder, actor) as rank:
+        work = mine(rank, batches(8, vocabulary))
+        before = {name: tensor.clone() for name, tensor in rank.tensors()}
+        rank.forward_backward(work, broken)
+        skipped = rank.optim_step(1 / 40)
+        same = all(torch.equal(tensor, before[name]) for name, tensor in rank.tensors())
+        refused = []
+        foreign = dataclasses.replace(work[0], tokens=work[0].tokens + vocabulary)
+        for call, error in (
+            (lambda: rank.optim_step(1 / 40), StepOrderError),
+            (lambda: rank.forward([]), BatchError),
+            (lambda: rank.forward([foreign]), BatchError),
+        ):
+            try:
+                call()
+            except error as raised:
+                refused.append(str(raised))
+        masked = {**work[0].fields, "loss_mask": torch.zeros_like(work[0].fields["loss_mask"])}
+        dummy = dataclasses.replace(work[0], fields=masked, dummy=True)
+        plain = rank.forward_backward(work, loss)
+        grads = [buffer.grad_data.clone() for chunk in rank._trained._chunks for buffer in _buffers(chunk)]
+        rank.discard_gradient()
+        filled = rank.forward_backward([*work, dummy], loss)
+        others = [buffer.grad_data for chunk in rank._trained._chunks for buffer in _buffers(chunk)]
+        difference = max(float((a - b).abs().max()) for a, b in zip(grads, others, strict=True))
+        rank.discard_gradient()
+        return {
+            "skipped": skipped.skipped,
+            "steps": rank.steps,
+            "same": same,
+            "refused": refused,
+            "difference": difference,
+            "counts": None if plain is None or filled is None else [plain.count, filled.count],
+        }
+
+
+def half(folder: str, actor: dict[str, Any], vocabulary: int, out: str) -> dict[str, Any]:
+    """bfloat16 with float32 masters: an update too small for bfloat16 is kept, and survives a checkpoint."""
+    with rank_of(folder, actor, lr=1e-5, clip_grad_norm=None) as rank:
+        work = mine(rank, batches(9, vocabulary))
+        for _ in range(3):
+            rank.forward_backward(work, loss)
+            rank.optim_step(1 / 40)
+        rank.save(Path(out))
+        after = _go_on(rank, vocabulary)
+        kinds = sorted({str(tensor.dtype) for _, tensor in rank.tensors()})
+    with rank_of(folder, actor, lr=1e-5, clip_grad_norm=None) as rank:
+        rank.load(Path(out))
+        again = _go_on(rank, vocabulary)
+    return {"equal": after == again, "kinds": kinds, "norm": after["norm"]}
 
 
 def run(line: str) -> str:

@@ -4,7 +4,6 @@ The tensors, in name order, are dealt to files of bounded size, and files to ran
 the ranks that hold boxes of it send them to the rank that writes its file.
 """
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,10 +17,8 @@ from torch import Tensor, distributed
 
 from relax.backends.train.errors import ExportError
 from relax.backends.train.export import export_folder
+from relax.backends.train.megatron.files import FILE_BYTES, describe, file_names, files_of
 from relax.backends.train.megatron.weights import sources_of
-
-FILE_BYTES = 4 << 30
-"""Largest file, unless one tensor alone is larger; what the writing rank holds in memory."""
 
 
 @dataclass(frozen=True)
@@ -74,25 +71,6 @@ def plan(layouts: Sequence[Layout]) -> list[Planned]:
     return planned
 
 
-def files_of(planned: Sequence[Planned], limit: int = FILE_BYTES) -> list[list[Planned]]:
-    """Tensors dealt to files, in order."""
-    files: list[list[Planned]] = [[]]
-    size = 0
-    for tensor in planned:
-        if files[-1] and size + tensor.nbytes > limit:
-            files.append([])
-            size = 0
-        files[-1].append(tensor)
-        size += tensor.nbytes
-    return files
-
-
-def file_names(count: int) -> list[str]:
-    if count == 1:
-        return ["model.safetensors"]
-    return [f"model-{index + 1:05d}-of-{count:05d}.safetensors" for index in range(count)]
-
-
 def write(
     folder: Path,
     *,
@@ -130,24 +108,6 @@ def write(
         _write_files(scratch, files, tensors, device)
         describe(scratch, source, files)
         distributed.barrier()
-
-
-def describe(scratch: Path, source: Path, files: Sequence[Sequence[Planned]]) -> None:
-    """What belongs beside the weights: config.json, and the index of several files."""
-    config = json.loads((source / "config.json").read_text())
-    config["dtype"] = str(files[0][0].dtype).removeprefix("torch.")
-    config.pop("torch_dtype", None)  # its older name
-    (scratch / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    if len(files) > 1:
-        index = {
-            "metadata": {"total_size": sum(tensor.nbytes for file in files for tensor in file)},
-            "weight_map": {
-                tensor.name: name
-                for name, file in zip(file_names(len(files)), files, strict=True)
-                for tensor in file
-            },
-        }
-        (scratch / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
 
 
 def _write_files(

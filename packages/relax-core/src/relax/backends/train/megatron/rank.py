@@ -1,6 +1,7 @@
 """`MegatronRank`: a `RankBackend` over megatron-core."""
 
 import dataclasses
+import gc
 import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -261,7 +262,12 @@ class MegatronRank:
         self._closed = True
         if self._replay is not None:
             self._replay.close()
+        self._models.clear()
+        self._parameters.clear()
+        del self._schedules, self._optimizer
         topology.leave()
+        # Modules, hooks and buffers refer to each other and to the groups, whose threads end with them.
+        gc.collect()
 
     # Parts
 

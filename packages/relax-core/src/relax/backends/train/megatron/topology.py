@@ -61,9 +61,14 @@ def join(parallel: ParallelSettings) -> Coordinates:
 
 
 def leave() -> None:
-    """Give Megatron's groups up; harmless when there are none."""
-    if parallel_state.is_initialized():
-        parallel_state.destroy_model_parallel()
+    """Give Megatron's groups up, and their threads and sockets; harmless when there are none."""
+    if not parallel_state.is_initialized():
+        return
+    # Megatron only forgets them: about thirty groups, each with threads of its own.
+    made = getattr(parallel_state, "_global_process_group_list", None) or []
+    parallel_state.destroy_model_parallel()
+    for group in {id(group): group for group in made if isinstance(group, distributed.ProcessGroup)}.values():
+        distributed.destroy_process_group(group)
 
 
 def device_of(device: str | torch.device) -> torch.device:

@@ -1,0 +1,92 @@
+"""What a rank does beside a plain step: routes, values, warm-ups, dummies, and what it refuses."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+VOCABULARY = 101
+
+
+def test_given_routes_are_followed_in_every_split_and_when_recomputed(
+    two: Any, model: Callable[..., str], tmp_path: Path
+) -> None:
+    folder = model("qwen3_moe")
+    splits: dict[str, dict[str, Any]] = {
+        "pipeline": {"pipeline_parallel": 2},
+        "recomputed": {"pipeline_parallel": 2, "megatron": {"recompute": "full"}},
+        "experts": {"expert_parallel": 2, "data_parallel": 2},
+        "sequence": {"tensor_parallel": 2, "megatron": {"sequence_parallel": True}},
+        "context": {"context_parallel": 2},
+    }
+    found = {}
+    for name, actor in splits.items():
+        (tmp_path / name).mkdir()
+        answers = two("replayed", folder=folder, actor=actor, out=str(tmp_path / name), vocabulary=VOCABULARY)
+        found[name] = load_file(tmp_path / name / "grads")
+        if name in ("pipeline", "recomputed", "experts"):  # the others see a part of the tokens
+            for answer in answers:
+                assert answer["followed"]
+                assert all(followed and count > 10 for followed, count in answer["followed"].values())
+                assert all(answer["live"].values())
+    for name in splits:
+        for key, expected in found["pipeline"].items():
+            torch.testing.assert_close(found[name][key], expected, atol=1e-5, rtol=1e-5, msg=f"{name} {key}")
+    router = found["pipeline"]["model.layers.0.mlp.gate.weight"]
+    assert float(router.abs().max()) > 1e-4  # probabilities come from live scores
+
+
+@pytest.mark.parametrize(
+    "actor",
+    [{"tensor_parallel": 2, "megatron": {"sequence_parallel": True}}, {"pipeline_parallel": 2}],
+    ids=str,
+)
+def test_a_critic_gives_values_that_learn(
+    actor: dict[str, Any], two: Any, model: Callable[..., str], tmp_path: Path
+) -> None:
+    answers = two(
+        "values", folder=model("qwen3"), actor=actor, vocabulary=VOCABULARY, out=str(tmp_path / "c")
+    )
+    assert any("score.weight" in answer["names"] for answer in answers)
+    assert not any("lm_head.weight" in answer["names"] for answer in answers)
+    spoken = next(answer for answer in answers if answer["first"] is not None)
+    assert all(value == 0.0 for part in spoken["first"] for value in part)
+    values = torch.tensor([value for part in spoken["trained"] for value in part])
+    assert float((values - 0.7).square().mean()) < 0.1
+    assert spoken["again"] == spoken["trained"]
+
+
+@pytest.mark.parametrize("megatron", [{}, {"distributed_optimizer": True}], ids=str)
+def test_a_warm_up_learns_and_leaves_no_moments(
+    megatron: dict[str, Any], two: Any, model: Callable[..., str]
+) -> None:
+    actor = {"data_parallel": 2, "megatron": megatron}
+    answers = two("warm_up", folder=model("qwen3"), actor=actor, vocabulary=VOCABULARY)
+    totals = [sum(sums) for sums in zip(*(answer["sums"] for answer in answers), strict=True)]
+    assert totals[-1] < 0.95 * totals[0]
+    for answer in answers:
+        assert answer["steps"] == 1
+        # The first step of Adam moves by lr at most, beside the decay; moments of the warm-up would say else.
+        assert answer["moved"] <= 1.01 * answer["lr"] + answer["lr"] * 0.1 * 4
+
+
+@pytest.mark.parametrize(
+    "actor",
+    [{"tensor_parallel": 2}, {"pipeline_parallel": 2}, {"data_parallel": 2}],
+    ids=str,
+)
+def test_steps_that_must_change_nothing_change_nothing(
+    actor: dict[str, Any], two: Any, model: Callable[..., str]
+) -> None:
+    for answer in two("odd_steps", folder=model("qwen3"), actor=actor, vocabulary=VOCABULARY):
+        assert answer["skipped"]
+        assert answer["same"]
+        assert answer["steps"] == 0
+        assert len(answer["refused"]) == 3
+        assert "token ids run from" in answer["refused"][2]
+        assert answer["difference"] <= 1e-6
+        if answer["counts"]:
+            assert answer["counts"][0] == answer["counts"][1]

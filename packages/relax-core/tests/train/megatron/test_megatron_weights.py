@@ -1,0 +1,158 @@
+"""Hugging Face to megatron and back, and checkpoints that resume, also under another split."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+VOCABULARY = 101
+SEQUENCE: dict[str, Any] = {"sequence_parallel": True}
+FAMILIES: list[tuple[str, bool, dict[str, Any]]] = [
+    ("llama", False, {"tensor_parallel": 2}),
+    ("llama", True, {"pipeline_parallel": 2}),
+    ("qwen2", True, {"tensor_parallel": 2}),
+    ("qwen2", False, {"pipeline_parallel": 2}),
+    ("qwen3", True, {"tensor_parallel": 2}),
+    ("qwen3", False, {"data_parallel": 2}),
+    ("qwen3_moe", True, {"expert_parallel": 2, "data_parallel": 2}),
+    (
+        "qwen3_moe",
+        False,
+        {"expert_tensor_parallel": 2, "tensor_parallel": 2, "megatron": SEQUENCE},
+    ),
+]
+
+
+def _tensors(folder: str | Path) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    for path in sorted(Path(folder).glob("*.safetensors")):
+        part = load_file(path)
+        assert not found.keys() & part.keys()
+        found |= part
+    return found
+
+
+@pytest.mark.parametrize(("kind", "tied", "actor"), FAMILIES, ids=lambda value: str(value))
+def test_a_family_comes_back_bit_for_bit(
+    kind: str, tied: bool, actor: dict[str, Any], two: Any, model: Callable[..., str], tmp_path: Path
+) -> None:
+    folder = model(kind, tied=tied)
+    for answer in two("names", folder=folder, actor=actor):
+        assert answer["held"] == answer["said"]
+    out = tmp_path / "out"
+    two("round_trip", folder=folder, actor=actor, out=str(out))
+    source, made = _tensors(folder), _tensors(out)
+    assert source.keys() == made.keys()
+    assert all(torch.equal(source[name], made[name]) for name in source)
+    assert json.loads((out / "config.json").read_text())["model_type"] == kind
+
+
+def test_an_export_in_several_files_has_an_index_and_loads(
+    two: Any, model: Callable[..., str], tmp_path: Path
+):
+    from transformers import AutoModelForCausalLM
+
+    folder = model("qwen3")
+    out = tmp_path / "out"
+    answers = two("round_trip", folder=folder, actor={"tensor_parallel": 2}, out=str(out), limit=20000)
+    files = [name for name in answers[0]["files"] if name.endswith(".safetensors")]
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    assert len(files) > 2
+    assert set(index["weight_map"].values()) == set(files)
+    ours, theirs = (AutoModelForCausalLM.from_pretrained(place).eval() for place in (out, folder))
+    tokens = torch.arange(9)[None]
+    with torch.no_grad():
+        assert torch.equal(ours(tokens).logits, theirs(tokens).logits)
+
+
+RESHARDED: list[tuple[str, dict[str, Any], list[dict[str, Any]]]] = [
+    ("qwen3", {"tensor_parallel": 2}, [{"pipeline_parallel": 2}, {"data_parallel": 2}]),
+    ("qwen3", {"pipeline_parallel": 2}, [{"tensor_parallel": 2}]),
+    (
+        "qwen3_moe",
+        {"expert_parallel": 2, "data_parallel": 2, "megatron": {"distributed_optimizer": True}},
+        [{"pipeline_parallel": 2}, {"tensor_parallel": 2, "megatron": SEQUENCE}],
+    ),
+]
+
+
+@pytest.mark.parametrize(("kind", "actor", "others"), RESHARDED, ids=["tensor", "pipeline", "experts"])
+def test_a_checkpoint_resumes_bit_for_bit_and_under_another_split(
+    kind: str,
+    actor: dict[str, Any],
+    others: list[dict[str, Any]],
+    two: Any,
+    model: Callable[..., str],
+    tmp_path: Path,
+) -> None:
+    folder, out = model(kind), str(tmp_path / "checkpoint")
+    saved = two("train_and_save", folder=folder, actor=actor, out=out, vocabulary=VOCABULARY)
+    assert two("load_and_go_on", folder=folder, actor=actor, out=out, vocabulary=VOCABULARY) == saved
+    for other in others:
+        loaded = two("load_and_go_on", folder=folder, actor=other, out=out, vocabulary=VOCABULARY)
+        assert {answer["steps"] for answer in loaded} == {answer["steps"] for answer in saved}
+        # Gradients after the same moments and weights: equal only if all of them were read to their places.
+        assert loaded[0]["norm"] == pytest.approx(saved[0]["norm"], rel=1e-5)
+        assert _by_length(loaded) == pytest.approx(_by_length(saved), abs=1e-5)
+
+
+def _by_length(answers: list[Any]) -> list[float]:
+    """Scores of all micro-batches, whichever rank gave them, in an order of their own."""
+    parts = [part for answer in answers for part in answer["scores"] or []]
+    return [score for part in sorted(parts, key=len) for score in part]
+
+
+def test_half_precision_keeps_masters_through_a_checkpoint(
+    two: Any, model: Callable[..., str], tmp_path: Path
+) -> None:
+    for name, megatron in (("plain", {}), ("split", {"distributed_optimizer": True})):
+        actor = {"data_parallel": 2, "dtype": "bfloat16", "megatron": megatron}
+        out = str(tmp_path / name)
+        for answer in two("half", folder=model("qwen3"), actor=actor, vocabulary=VOCABULARY, out=out):
+            assert answer["equal"]
+            assert answer["kinds"] == ["torch.bfloat16"]
+            assert answer["norm"] > 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "actor"),
+    [
+        ("qwen3", {"tensor_parallel": 2}),
+        ("qwen2", {"pipeline_parallel": 2}),
+        ("qwen3_moe", {"expert_parallel": 2, "data_parallel": 2}),
+    ],
+    ids=str,
+)
+def test_a_checkpoint_converts_to_what_its_ranks_export(
+    kind: str, actor: dict[str, Any], two: Any, model: Callable[..., str], tmp_path: Path
+) -> None:
+    from relax.backends.train.megatron.convert import convert
+
+    folder = model(kind, tied=kind != "qwen3_moe")
+    two("save_and_export", folder=folder, actor=actor, out=str(tmp_path), vocabulary=VOCABULARY)
+    files = convert(tmp_path / "checkpoint", tmp_path / "converted", Path(folder), limit=30000)
+    assert len(files) > 1
+    exported, converted = _tensors(tmp_path / "exported"), _tensors(tmp_path / "converted")
+    assert exported.keys() == converted.keys()
+    assert all(torch.equal(exported[name], converted[name]) for name in exported)
+    assert not torch.equal(exported["model.norm.weight"], _tensors(folder)["model.norm.weight"])
+
+
+def test_the_conversion_tool_says_what_is_wrong(model: Callable[..., str], tmp_path: Path) -> None:
+    tool = Path(__file__).parents[5] / "scripts" / "tools" / "convert_torch_dist_to_hf_bridge.py"
+    arguments = ["--input-dir", str(tmp_path), "--output-dir", str(tmp_path / "out"), "--origin-hf-dir"]
+    found = subprocess.run(
+        [sys.executable, str(tool), *arguments, model("qwen3")],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert found.returncode == 1
+    assert "is no torch_dist checkpoint" in found.stderr
