@@ -20,6 +20,7 @@ END_SECONDS = 60.0
 """Longest end of a process tree that is killed; only what hangs in a driver takes long."""
 TAIL_LINES = 25
 FAULT_LINES = 6
+FAULT = re.compile(r"\bERROR\b|\[Errno|^[\w.]*(Error|Exception):")
 TAIL_BYTES = 65_536
 
 
@@ -118,7 +119,7 @@ class ServerProcess:
             text = content.read().decode(errors="replace")
         lines = [line[:400] for line in text.splitlines() if line.strip()]
         before, last = lines[:-TAIL_LINES], lines[-TAIL_LINES:]
-        faults = [line for line in before if re.search(r"error|exception", line, re.IGNORECASE)][:FAULT_LINES]
+        faults = [line for line in before if FAULT.search(line)][:FAULT_LINES]
         told = [*faults, "..."] if faults else []
         return "\n".join([f"the end of {self.log}:", *told, *(last or ["(it is empty)"])])
 
