@@ -79,11 +79,13 @@ def advantages(context: RunContext) -> Any:
 
 def reference(context: RunContext, seat: Any = None) -> Any:
     """The Reference role, with the policy as it was before the first step."""
+    from relax.components.advantages import algorithm_of
     from relax.components.reference import Reference
     from relax.components.trainers import role_trainer
 
     folder = initial_folder(context.folder)
-    return Reference(context, lambda: role_trainer(context, "reference", folder, seat))
+    loss = algorithm_of(context.config).loss
+    return Reference(context, lambda: role_trainer(context, "reference", folder, loss, seat))
 
 
 def actor(context: RunContext, reports: Reports, seat: Any = None) -> Any:
@@ -98,7 +100,7 @@ def actor(context: RunContext, reports: Reports, seat: Any = None) -> Any:
 
     config = context.config
     algorithm = algorithm_of(config)
-    backend = role_trainer(context, "actor", context.model, seat)
+    backend = role_trainer(context, "actor", context.model, algorithm.loss, seat)
     try:
         if context.checkpoint is not None:
             restore(context.checkpoint, backend)

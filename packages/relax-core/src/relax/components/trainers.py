@@ -6,7 +6,7 @@ Ray they are workers of the role, started beside it, and come to a seat that the
 
 import asyncio
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from relax.components.context import RunContext
 from relax.config.lora import LoraSettings
@@ -14,6 +14,9 @@ from relax.config.parallel import ParallelSettings
 from relax.config.roles import ActorSettings
 from relax.config.run import RunConfig
 from relax.distributed.bus import Endpoint
+
+if TYPE_CHECKING:  # Ray's workers of other roles need no torch
+    from relax.backends.train.base import LossFn
 
 
 def is_gang(actor: ActorSettings) -> bool:
@@ -94,25 +97,25 @@ def open_seat(config: RunConfig, folder: Path, *, trains: bool = True, host: str
     return Seat(task, host)
 
 
-def seated(config: RunConfig, role: str, logs: Path, seat: Any, *, start: bool) -> Any:
+def seated(seat: Any, loss: "LossFn", role: str, logs: Path, *, start: bool) -> Any:
     """The gang of a seat, once all its ranks have come.
 
     Args:
+        seat: of `open_seat`; closed with the gang.
+        loss: of the run's algorithm, the very one that the gang will be called with.
         role: whose ranks they are; names their logs.
         logs: folder of logs.
-        seat: of `open_seat`; closed with the gang.
         start: start the ranks as processes of this one; otherwise a launcher does.
     """
     from relax.backends.train.gang.gang import Gang
     from relax.backends.train.gang.processes import RankProcess
-    from relax.components.advantages import algorithm_of
 
     ranks = range(1, seat.task.ranks) if start else ()
     processes = [RankProcess(seat.address, seat.token, rank, logs / f"{role}-{rank}.log") for rank in ranks]
-    return Gang(seat, algorithm_of(config).loss, processes)
+    return Gang(seat, loss, processes)
 
 
-def role_trainer(context: RunContext, role: str, folder: Path, seat: Any = None) -> Any:
+def role_trainer(context: RunContext, role: str, folder: Path, loss: "LossFn", seat: Any = None) -> Any:
     """What the actor or the reference computes with.
 
     Raises:
@@ -128,7 +131,7 @@ def role_trainer(context: RunContext, role: str, folder: Path, seat: Any = None)
         return trainer(single.model_copy(update={"actor": plain}), folder, trains=False)
     start = seat is None
     seat = seat or open_seat(config, folder, trains=trains)
-    return seated(config, role, context.folder / "logs", seat, start=start)
+    return seated(seat, loss, role, context.folder / "logs", start=start)
 
 
 class RankHost:

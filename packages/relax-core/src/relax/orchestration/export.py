@@ -14,6 +14,7 @@ def export_run(run: Path, out: Path, step: int | None) -> Checkpoint:
     Raises:
         ConfigError: no such run or checkpoint, or the folder is there.
     """
+    from relax.components.advantages import algorithm_of
     from relax.components.context import Closes
     from relax.components.trainers import alone, is_gang, open_seat, seated, trainer
 
@@ -30,7 +31,8 @@ def export_run(run: Path, out: Path, step: int | None) -> Checkpoint:
     single = alone(config)  # whatever wrote the checkpoint, one rank reads it
     model = model_folder(config, folder.model)
     if is_gang(single.actor):
-        backend = seated(single, "export", folder.logs, open_seat(single, model), start=True)
+        seat = open_seat(single, model)
+        backend = seated(seat, algorithm_of(single).loss, "export", folder.logs, start=True)
     else:
         backend = trainer(single, model)
     try:
