@@ -38,6 +38,10 @@ class RolloutSettings(Settings):
 
     engine: str = "transformers"
     """Registered engine (`transformers`, `sglang`) or `module:attribute`."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """Where a `transformers` engine computes; with `cuda` each replica has a GPU of its own. SGLang has
+    `rollout.sglang.device`.
+    """
     replicas: int = Field(default=2, ge=1)
     """Engine replicas in the pool."""
     prompts_per_step: int = Field(default=8, ge=1)

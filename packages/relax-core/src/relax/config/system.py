@@ -38,7 +38,7 @@ class QueueSettings(Settings):
     TCP, or `auto`, the first where it is possible.
     """
     port: int = Field(default=0, ge=0, le=65535)
-    """Port of the controller on loopback; 0 takes a free one."""
+    """Port of the controller; 0 takes a free one."""
 
     @field_validator("max_bytes")
     @classmethod
@@ -53,7 +53,7 @@ class WeightSettings(Settings):
     """dcs, started with the run."""
 
     port: int = Field(default=0, ge=0, le=65535)
-    """Port of the coordinator on loopback; 0 takes a free one."""
+    """Port of the coordinator; 0 takes a free one."""
     timeout_seconds: float = Field(default=120.0, gt=0)
     """Longest wait for engines to take a version, and for a coordinator that is being started again."""
     wires: list[Literal["shm", "tcp"]] = Field(default=["shm", "tcp"], min_length=1)
@@ -74,6 +74,11 @@ class RaySettings(Settings):
     """The Ray that holds the roles: started inside the command, or an existing cluster's `address`."""
 
     address: str | None = None
+    """Of an existing cluster, or `auto` for the one that this machine belongs to."""
+    host: str | None = None
+    """With `address`: where this machine is reached by the other nodes, and its queue and weight coordinator
+    listen, behind a token; found by itself when not given. Without, they listen on loopback.
+    """
     num_cpus: int | None = Field(default=None, ge=1)
     """CPUs of the embedded Ray; those of the machine when not given."""
     cpus_per_worker: float = Field(default=0.2, gt=0)

@@ -1,10 +1,12 @@
 """Weights from the actor to the engines through dcs: publish after a step, follow beside the decode loop."""
 
 import asyncio
+import socket
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
+from urllib.parse import urlsplit
 
 import dcs
 import msgspec
@@ -96,6 +98,7 @@ class WeightPublisher:
             layout=layout if dtype is None else cast(layout, dtype),
             token=endpoint.token,
             wires=settings.wires,
+            host=own_address(endpoint.address),
             timeout=settings.timeout_seconds,
         )
         self._timeout = settings.timeout_seconds
@@ -193,6 +196,22 @@ def publish_metrics(stats: dcs.Stats) -> dict[str, float]:
     }
 
 
+def own_address(coordinator: str) -> str:
+    """The address of this machine from which it speaks to a coordinator, so that its peers reach it too:
+    loopback to one on loopback. Nothing is sent.
+
+    Args:
+        coordinator: `tcp://host:port`.
+    """
+    where = urlsplit(coordinator)
+    family, kind, protocol, _, address = socket.getaddrinfo(
+        where.hostname, where.port, type=socket.SOCK_DGRAM
+    )[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(address)
+        return probe.getsockname()[0]
+
+
 def subscribe(
     endpoint: Endpoint, run: str, name: str, layout: "dcs.Layout", settings: WeightSettings
 ) -> dcs.Subscriber:
@@ -206,6 +225,7 @@ def subscribe(
         wires=settings.wires,
         streams=settings.streams,
         delta=settings.delta,
+        host=own_address(endpoint.address),
         timeout=settings.timeout_seconds,
     )
 

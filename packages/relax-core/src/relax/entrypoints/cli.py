@@ -4,10 +4,13 @@ import asyncio
 import sys
 import tempfile
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 from rich.console import Console
+
+if TYPE_CHECKING:
+    from relax.config import RunConfig
 
 app = typer.Typer(
     name="relax",
@@ -124,7 +127,13 @@ def export(
 
 
 @app.command()
-def doctor(words: Words = None) -> None:
+def doctor(
+    words: Words = None,
+    cluster: Annotated[
+        Path | None,
+        typer.Option(help="Hold it against the nodes that this file describes, not this machine."),
+    ] = None,
+) -> None:
     """Say what would run where, and what is wrong: relax doctor configs/quickstart.yaml"""
     from relax.config import ConfigError, load
     from relax.config.sizes import bytes_of
@@ -137,6 +146,9 @@ def doctor(words: Words = None) -> None:
     try:
         file, overrides = _split(words or [])
         config = load(file, overrides)
+        if cluster is not None:
+            _resolve(config, cluster, file)
+            return
         Console().print(plan(config).table())
         with tempfile.TemporaryDirectory() as folder:
             prepare(config, RunFolder(Path(folder)), resume=False)
@@ -157,6 +169,28 @@ def doctor(words: Words = None) -> None:
     typer.echo(
         f"{config.mode}, max_staleness {config.max_staleness}, {config.steps} steps of "
         f"{config.batch_samples} samples: ok"
+    )
+
+
+def _resolve(config: "RunConfig", cluster: Path, file: Path | None) -> None:
+    """Print what would be where on a cluster that is only described; ends with 2 if something cannot work."""
+    from relax.config.cluster import load_cluster
+    from relax.orchestration.resolution import resolve_on
+
+    described = load_cluster(cluster)
+    found = resolve_on(config, described, None if file is None else file.parent / "models")
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    console.print(found.places())
+    if found.estimates:
+        console.print(found.memories())
+    for note in found.notes:
+        typer.echo(f"note: {note}")
+    if found.faults:
+        _fail(f"this run does not fit {cluster}:\n  " + "\n  ".join(found.faults), 2)
+    typer.echo(
+        f"{config.mode}, max_staleness {config.max_staleness}, {config.steps} steps of "
+        f"{config.batch_samples} samples on {sum(role.gpus for role in found.plan.roles)} of "
+        f"{described.gpus} GPUs: resolves"
     )
 
 

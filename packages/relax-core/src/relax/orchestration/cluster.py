@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from relax.config import RunConfig
+from relax.orchestration.plan import plan
 
 THREADS = {
     "OMP_NUM_THREADS": "1",
@@ -89,7 +90,8 @@ def cluster(config: RunConfig, namespace: str) -> Iterator[Daemons]:
             if embedded:
                 init(
                     num_cpus=config.ray.num_cpus,
-                    num_gpus=0,
+                    # Ray counts the GPUs of this machine only where the run has a use for them.
+                    num_gpus=None if any(role.gpus for role in plan(config).roles) else 0,
                     include_dashboard=False,
                     object_store_memory=OBJECT_STORE_BYTES,
                     _temp_dir=folder,

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from rich.table import Table
 
+from relax.backends.inference.sglang.flags import gpus as gpus_of_a_server
 from relax.config import ConfigError, RunConfig
 
 SERVICE_CPUS = 0.05
@@ -18,6 +19,8 @@ class RolePlan:
     Attributes:
         ranks: processes of its trainer beside the first worker, which leads them.
         gpus_per_rank: GPUs that the leader and each rank reserve.
+        gpus_per_engine: GPUs that each engine reserves; 0 where it shares those of the actor.
+        ranks_together: consecutive ranks, the leader's first, that have to be on one node.
     """
 
     name: str
@@ -26,6 +29,12 @@ class RolePlan:
     about: str
     ranks: tuple[str, ...] = ()
     gpus_per_rank: int = 0
+    gpus_per_engine: int = 0
+    ranks_together: int = 1
+
+    @property
+    def engines(self) -> tuple[str, ...]:
+        return tuple(worker for worker in self.workers if worker.startswith("engine-"))
 
     @property
     def worker_cpus(self) -> float:
@@ -38,7 +47,13 @@ class RolePlan:
 
     @property
     def gpus(self) -> int:
-        return self.gpus_per_rank * (1 + len(self.ranks))
+        return self.gpus_per_rank * (1 + len(self.ranks)) + self.gpus_per_engine * len(self.engines)
+
+    def gpus_of(self, worker: str) -> int:
+        """GPUs that one of its workers or ranks reserves."""
+        if worker in self.engines:
+            return self.gpus_per_engine
+        return self.gpus_per_rank if worker == self.name or worker in self.ranks else 0
 
 
 @dataclass(frozen=True)
@@ -56,11 +71,14 @@ class Plan:
 
     def table(self) -> Table:
         table = Table(title="what runs where", title_justify="left")
-        for column in ("role", "workers", "CPUs", "what"):
+        gpus = any(role.gpus for role in self.roles)
+        for column in ("role", "workers", "CPUs", *(["GPUs"] if gpus else []), "what"):
             table.add_column(column)
         for role in self.roles:
             workers = ", ".join((*role.workers, *role.ranks))
-            table.add_row(role.name, workers, f"{role.cpus:g}", role.about)
+            table.add_row(
+                role.name, workers, f"{role.cpus:g}", *([f"{role.gpus}"] if gpus else []), role.about
+            )
         return table
 
 
@@ -73,13 +91,15 @@ def plan(config: RunConfig) -> Plan:
     trains = (
         f"trains with {config.actor.backend}{f' on {ranks} ranks' if ranks > 1 else ''}, publishes weights"
     )
+    together = config.actor.tensor_parallel
     roles = [
-        RolePlan("actor", ("actor",), cpus, trains, _ranks("actor", ranks), gpus),
+        RolePlan("actor", ("actor",), cpus, trains, _ranks("actor", ranks), gpus, ranks_together=together),
         RolePlan(
             "rollout",
             ("rollout", *engines),
             cpus,
             f"episodes on {len(engines)} {config.rollout.engine} engines",
+            gpus_per_engine=0 if config.mode == "colocate" else engine_gpus(config),
         ),
         RolePlan("advantages", ("advantages",), cpus, f"{config.algorithm.name} advantages of whole groups"),
     ]
@@ -87,8 +107,22 @@ def plan(config: RunConfig) -> Plan:
         # With `local` all roles share a process, and one process leads one gang: the reference is alone.
         beside = _ranks("reference", ranks) if config.launcher == "ray" else ()
         about = "logprobs under the initial policy"
-        roles.insert(2, RolePlan("reference", ("reference",), cpus, about, beside, gpus))
+        roles.insert(
+            2,
+            RolePlan("reference", ("reference",), cpus, about, beside, gpus, ranks_together=together),
+        )
     return Plan(tuple(roles), frozenset({"actor", "rollout"}) if config.mode == "colocate" else frozenset())
+
+
+def engine_gpus(config: RunConfig) -> int:
+    """GPUs that one engine computes on. SGLang's own choice of a device is taken for one where the trainer
+    has one too.
+    """
+    if config.rollout.engine == "sglang":
+        settings = config.rollout.sglang
+        device = settings.device if settings.device != "auto" else config.actor.device
+        return gpus_of_a_server(settings) if device == "cuda" and not settings.urls else 0
+    return int(config.rollout.device == "cuda")
 
 
 def _ranks(role: str, count: int) -> tuple[str, ...]:

@@ -10,9 +10,10 @@ from relax import algorithms
 from relax.backends.inference.errors import EngineError
 from relax.backends.inference.registry import ENGINES
 from relax.backends.inference.sglang.installed import explain
-from relax.backends.train.registry import BACKENDS
+from relax.backends.train.registry import BACKENDS, RANK_BACKENDS
 from relax.components.assembly import Environments, algorithm_settings, context_length
 from relax.components.context import RunContext
+from relax.components.trainers import is_gang
 from relax.config import ConfigError, RunConfig
 from relax.engine.prompts import BadRow, prompt_of, read_rows
 
@@ -23,19 +24,25 @@ PROMPTS_CHECKED = 512
 def preflight(config: RunConfig, context: RunContext) -> None:
     """Raise ConfigError for what would fail later."""
     rows = read_rows(config.data)
-    for key, name, lookup in (
-        ("rollout.engine", config.rollout.engine, ENGINES),
-        ("actor.backend", config.actor.backend, BACKENDS),
-    ):
-        _check(f"{key} = {name!r}", lambda lookup=lookup, name=name: lookup.path(name))
-    if ":" not in config.algorithm.name:
-        _check("algorithm", lambda: algorithms.check(config.algorithm.name, algorithm_settings(config)))
-    _check("environment or reward", lambda: Environments(config))
+    check_names(config)
     for key, port in (("queue.port", config.queue.port), ("weights.port", config.weights.port)):
         _check_port(key, port)
     if config.rollout.engine == "sglang":
         _check_sglang(config, context)
     _check_prompts(rows, config, context)
+
+
+def check_names(config: RunConfig) -> None:
+    """Raise ConfigError for an engine, backend, algorithm, environment or reward that there is not."""
+    backends = RANK_BACKENDS if is_gang(config.actor) else BACKENDS
+    for key, name, lookup in (
+        ("rollout.engine", config.rollout.engine, ENGINES),
+        ("actor.backend", config.actor.backend, backends),
+    ):
+        _check(f"{key} = {name!r}", lambda lookup=lookup, name=name: lookup.path(name))
+    if ":" not in config.algorithm.name:
+        _check("algorithm", lambda: algorithms.check(config.algorithm.name, algorithm_settings(config)))
+    _check("environment or reward", lambda: Environments(config))
 
 
 def _check_sglang(config: RunConfig, context: RunContext) -> None:

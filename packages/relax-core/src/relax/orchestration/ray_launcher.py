@@ -14,6 +14,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from relax.components.context import RunContext
 from relax.orchestration.cluster import Daemons
 from relax.orchestration.launcher import Poll, RoleFailed, WorkerStatus
+from relax.orchestration.placement import bundles
 from relax.orchestration.plan import SERVICE_CPUS, Plan
 from relax.orchestration.service import RoleService, ServiceStatus
 
@@ -51,7 +52,7 @@ class RayLauncher:
                     ray_actor_options={"num_cpus": SERVICE_CPUS},
                     health_check_period_s=10,
                     health_check_timeout_s=30,
-                )(RoleService).bind(role, self._context, options.get(role.name, {})),
+                )(RoleService).bind(role, self._context, options),
                 name=self._name(role.name),
                 route_prefix=None,
             )
@@ -61,24 +62,27 @@ class RayLauncher:
         self._handles = {role.name: handle for role, handle in zip(self._plan.roles, handles, strict=True)}
 
     def _placement(self) -> dict[str, dict[str, Any]]:
-        """Ray options of each role's workers: roles that share devices get one bundle of one placement
-        group.
-        """
-        shared = [role for role in self._plan.roles if role.name in self._plan.together]
-        if not shared:
+        """Ray options by worker: workers that belong on one node share a bundle of one placement group."""
+        wanted = bundles(self._plan)
+        if not wanted:
             return {}
-        cpus = sum(role.worker_cpus for role in shared)
-        gpus = sum(role.gpus for role in shared)
-        bundle = {"CPU": cpus, "GPU": float(gpus)} if gpus else {"CPU": cpus}
-        self._group = ray.util.placement_group([bundle], strategy="PACK")
-        if not self._group.wait(self._context.config.ray.start_seconds):
-            raise RoleFailed(
-                f"no node of the Ray cluster has {cpus:g} free CPUs{f' and {gpus} GPUs' if gpus else ''} for "
-                f"{' and '.join(r.name for r in shared)} together; "
-                "lower ray.cpus_per_worker or rollout.replicas, or use mode=async"
+        self._group = ray.util.placement_group([bundle.resources for bundle in wanted], strategy="PACK")
+        seconds = self._context.config.ray.start_seconds
+        if not self._group.wait(seconds):
+            listed = "; ".join(
+                f"{bundle.cpus:g} CPUs{f' and {bundle.gpus} GPUs' if bundle.gpus else ''} for {bundle.role}"
+                for bundle in wanted
             )
-        strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=0)
-        return {role.name: {"scheduling_strategy": strategy} for role in shared}
+            raise RoleFailed(
+                f"within {seconds:g} s (ray.start_seconds) the Ray cluster had no room for what has to be on "
+                f"one node: {listed}; start more nodes, lower rollout.replicas, ray.cpus_per_worker or the "
+                f"actor's ranks, or use mode=async"
+            )
+        return {
+            worker: {"scheduling_strategy": PlacementGroupSchedulingStrategy(self._group, number)}
+            for number, bundle in enumerate(wanted)
+            for worker in bundle.workers
+        }
 
     async def poll(self) -> Poll:
         if (dead := self._daemons.dead()) is not None:

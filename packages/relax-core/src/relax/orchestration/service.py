@@ -39,7 +39,8 @@ class RoleService:
     failed for good.
     """
 
-    def __init__(self, role: RolePlan, context: RunContext, options: dict[str, Any]) -> None:
+    def __init__(self, role: RolePlan, context: RunContext, options: dict[str, dict[str, Any]]) -> None:
+        """`options` of Ray for workers by name, beside what the plan says that they reserve."""
         self._role = role
         self._incarnation = uuid.uuid4().hex
         self._context = context
@@ -74,13 +75,12 @@ class RoleService:
         self, name: str, pool: dict[str, Any] | None = None, context: RunContext | None = None
     ) -> Any:
         worker_class = ray.remote(RoleWorker)
-        computes = name == self._role.name or name in self._role.ranks
         self._workers[name] = worker_class.options(
             num_cpus=self._role.cpus_per_worker,
-            num_gpus=self._role.gpus_per_rank if computes else 0,
+            num_gpus=self._role.gpus_of(name),
             max_restarts=0,
             max_concurrency=1000,
-            **self._options,
+            **self._options.get(name, {}),
         ).remote(name, context or self._context, pool)
         return self._workers[name]
 

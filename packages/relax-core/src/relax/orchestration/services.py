@@ -1,4 +1,7 @@
-"""The services a run carries with it: queue and weight coordinator, on loopback, with a token."""
+"""The services a run carries with it: queue and weight coordinator, with a token.
+
+They listen on loopback, but for a run on a cluster, whose nodes have to reach them.
+"""
 
 import contextlib
 import secrets
@@ -88,6 +91,17 @@ class Services:
         return None
 
 
+def host_of(config: RunConfig) -> str:
+    """The address at which the run's services listen: loopback, or on a cluster one that its nodes reach."""
+    if config.ray.address is None:
+        return "127.0.0.1"
+    if config.ray.host is not None:
+        return config.ray.host
+    from ray.util import get_node_ip_address
+
+    return get_node_ip_address()
+
+
 @contextlib.contextmanager
 def services(config: RunConfig) -> Iterator[Services]:
     """Start both, and end them with the block.
@@ -96,13 +110,14 @@ def services(config: RunConfig) -> Iterator[Services]:
         ConfigError: a port is in use, or `queue.transport` is not possible here.
     """
     token = secrets.token_hex(16)
+    host = host_of(config)
     with contextlib.ExitStack() as stack:
-        queue = stack.enter_context(_queue(config, token))
+        queue = stack.enter_context(_queue(config, token, host))
         bus = Endpoint(queue.address, token, config.queue.transport)
         transport = _transport(bus)
         try:
             weights = stack.enter_context(
-                dcs.serve(port=config.weights.port, token=token, lease_seconds=LEASE_SECONDS, restart=True)
+                dcs.serve(host, config.weights.port, token, lease_seconds=LEASE_SECONDS, restart=True)
             )
         except dcs.DcsError as error:
             raise ConfigError(
@@ -125,11 +140,12 @@ def _transport(bus: Endpoint) -> str:
         queue.close()
 
 
-def _queue(config: RunConfig, token: str) -> "tq.Server":
+def _queue(config: RunConfig, token: str, host: str) -> "tq.Server":
     try:
         return tq.serve(
             storage_units=config.queue.storage_units,
             max_bytes=bytes_of(config.queue.max_bytes),
+            host=host,
             port=config.queue.port,
             token=token,
         )

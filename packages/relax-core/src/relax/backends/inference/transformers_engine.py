@@ -135,6 +135,7 @@ class TransformersEngine:
             cls,
             spec.folder,
             dtype=spec.dtype,
+            device=spec.settings.device,
             max_running=spec.max_running,
             capacity_tokens=spec.capacity_tokens,
             capture_routes=spec.routes,

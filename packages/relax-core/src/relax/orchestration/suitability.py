@@ -1,0 +1,123 @@
+"""Which parts of a run can do what a model's config.json asks for, told without building any of them."""
+
+from collections.abc import Iterator
+
+from relax.backends.train.megatron.families import FAMILIES
+from relax.backends.train.vision import MODEL_TYPE as SEEN
+from relax.config import RunConfig
+from relax.orchestration.model_shape import ModelShape
+
+
+def unsuitable(config: RunConfig, shape: ModelShape) -> Iterator[str]:
+    """What cannot work of a model with a backend, an engine and a split: the key, the value, the way out."""
+    yield from _trainer(config, shape)
+    yield from _engine(config, shape)
+    yield from _context(config, shape)
+
+
+def _trainer(config: RunConfig, shape: ModelShape) -> Iterator[str]:
+    actor, model = config.actor, f"model.path = {config.model.path!r} ({shape.kind})"
+    if actor.backend == "megatron":
+        if shape.kind not in FAMILIES:
+            yield (
+                f"actor.backend = megatron with {model}: it maps {', '.join(sorted(FAMILIES))}; use "
+                f"actor.backend=torch_native for a family that transformers has as a causal language model"
+            )
+            return
+        yield from _megatron_split(config, shape)
+    elif actor.backend == "torch_native":
+        if shape.hears:
+            yield (
+                f"actor.backend = torch_native with {model}: no backend trains a model that hears yet, and "
+                f"no sample carries sound; take a {SEEN} for pictures, or a text model"
+            )
+        elif shape.sees and shape.kind != SEEN:
+            yield (
+                f"actor.backend = torch_native with {model}: of the models that see it trains {SEEN}; "
+                f"take one of those"
+            )
+
+
+def _megatron_split(config: RunConfig, shape: ModelShape) -> Iterator[str]:
+    actor = config.actor
+    cuts = [
+        ("num_attention_heads", shape.heads, "tensor_parallel", actor.tensor_parallel),
+        ("num_key_value_heads", shape.kv_heads, "tensor_parallel", actor.tensor_parallel),
+        ("intermediate_size", shape.ffn, "tensor_parallel", actor.tensor_parallel),
+        (
+            "num_hidden_layers",
+            shape.layers,
+            "pipeline_parallel x actor.virtual_pipeline",
+            actor.pipeline_parallel * actor.virtual_pipeline,
+        ),
+    ]
+    if shape.experts:
+        cuts += [
+            ("num_experts", shape.experts, "expert_parallel", actor.expert_parallel),
+            (
+                "moe_intermediate_size",
+                shape.moe_ffn,
+                "expert_tensor_parallel",
+                actor.expert_tensor_parallel,
+            ),
+        ]
+        if actor.tensor_parallel > 1 and not actor.megatron.sequence_parallel:
+            yield (
+                f"actor.tensor_parallel = {actor.tensor_parallel} with a mixture of experts: Megatron trains "
+                f"that with sequence parallelism only; set actor.megatron.sequence_parallel=true"
+            )
+    elif actor.expert_parallel * actor.expert_tensor_parallel > 1:
+        yield (
+            f"actor.expert_parallel = {actor.expert_parallel} and actor.expert_tensor_parallel = "
+            f"{actor.expert_tensor_parallel} with a model that has no experts; leave them at 1"
+        )
+    for name, length, key, size in cuts:
+        if length % size:
+            yield f"actor.{key} = {size} does not divide the model's {name} of {length}; choose a divisor"
+
+
+def _engine(config: RunConfig, shape: ModelShape) -> Iterator[str]:
+    rollout, model = config.rollout, f"model.path = {config.model.path!r} ({shape.kind})"
+    if rollout.engine == "transformers" and shape.hears:
+        yield (
+            f"rollout.engine = transformers with {model}: it shows pictures to a {SEEN} and plays sound to "
+            f"none; no engine serves sound yet"
+        )
+    if rollout.engine != "sglang":
+        return
+    if shape.sees or shape.hears:
+        yield (
+            f"rollout.engine = sglang with {model}, which sees or hears: SGLang takes pictures and sound as "
+            f"they were before processing, and a run carries the tensors made of them; use "
+            f"rollout.engine=transformers for a {SEEN}"
+        )
+    ranks, heads = rollout.sglang.tensor_parallel, shape.kv_heads
+    if shape.heads % ranks:
+        yield (
+            f"rollout.sglang.tensor_parallel = {ranks} does not divide the model's num_attention_heads of "
+            f"{shape.heads}; choose a divisor"
+        )
+    if heads % ranks and ranks % heads:
+        yield (
+            f"rollout.sglang.tensor_parallel = {ranks} and the model's num_key_value_heads of {heads}: one "
+            f"has to divide the other; choose a divisor or a multiple"
+        )
+    if shape.experts and shape.experts % rollout.sglang.expert_parallel:
+        yield (
+            f"rollout.sglang.expert_parallel = {rollout.sglang.expert_parallel} does not divide the model's "
+            f"num_experts of {shape.experts}; choose a divisor"
+        )
+
+
+def _context(config: RunConfig, shape: ModelShape) -> Iterator[str]:
+    asked = config.model.context_length
+    if asked is not None and asked > shape.context:
+        yield (
+            f"model.context_length = {asked} is more than the {shape.context} tokens of the model; lower it "
+            f"or leave it out"
+        )
+    if config.rollout.max_new_tokens >= min(asked or shape.context, shape.context):
+        yield (
+            f"rollout.max_new_tokens = {config.rollout.max_new_tokens} leaves no room for a prompt in the "
+            f"model's context of {shape.context} tokens"
+        )
