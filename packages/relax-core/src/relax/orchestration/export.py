@@ -2,8 +2,9 @@
 
 from pathlib import Path
 
+from relax.backends.train.megatron.files import PROGRESS
 from relax.config import ConfigError
-from relax.engine.checkpoints import Checkpoint, Checkpoints, restore
+from relax.engine.checkpoints import TRAINER, Checkpoint, Checkpoints, restore
 from relax.orchestration.model_folder import model_folder
 from relax.orchestration.run_folder import reopen
 
@@ -28,6 +29,8 @@ def export_run(run: Path, out: Path, step: int | None) -> Checkpoint:
         )
     if out.exists():
         raise ConfigError(f"{out} is already there; name a new folder")
+    if converted(chosen[-1].folder, out, model_folder(config, folder.model)):
+        return chosen[-1]
     single = alone(config)  # whatever wrote the checkpoint, one rank reads it
     model = model_folder(config, folder.model)
     if is_gang(single.actor):
@@ -42,3 +45,23 @@ def export_run(run: Path, out: Path, step: int | None) -> Checkpoint:
         if isinstance(backend, Closes):
             backend.close()
     return chosen[-1]
+
+
+def converted(checkpoint: Path, out: Path, model: Path) -> bool:
+    """Convert a checkpoint of the megatron backend, tensor by tensor, without its ranks or a GPU; False for
+    one of another backend.
+
+    Raises:
+        ConfigError: it is damaged, or not of this model.
+    """
+    ranks = checkpoint / TRAINER
+    if not (ranks / PROGRESS).is_file():
+        return False
+    from relax.backends.train.errors import TrainError
+    from relax.backends.train.megatron.convert import convert
+
+    try:
+        convert(ranks, out, model)
+    except TrainError as error:
+        raise ConfigError(f"checkpoint {checkpoint} cannot be exported: {error}") from error
+    return True

@@ -71,7 +71,13 @@ def _expected(folder: str) -> Any:
     return _oracle().one_step(folder, VOCABULARY)
 
 
-@pytest.mark.parametrize("split", SPLITS, ids=_name)
+@pytest.mark.parametrize(
+    "split",
+    [
+        pytest.param(split, id=_name(split), marks=[] if index < 7 else pytest.mark.slow)
+        for index, split in enumerate(SPLITS)
+    ],
+)
 def test_a_split_agrees_with_transformers(split, two: Any, model: Callable[..., str], tmp_path: Path) -> None:
     kind, shape, actor = split
     folder = model(kind, **shape)

@@ -30,7 +30,7 @@ def test_given_routes_are_followed_in_every_split_and_when_recomputed(
         if name in ("pipeline", "recomputed", "experts"):  # the others see a part of the tokens
             for answer in answers:
                 assert answer["followed"]
-                assert all(followed and count > 10 for followed, count in answer["followed"].values())
+                assert all(followed and count > 4 for followed, count in answer["followed"].values())
                 assert all(answer["live"].values())
     for name in splits:
         for key, expected in found["pipeline"].items():
@@ -59,7 +59,13 @@ def test_a_critic_gives_values_that_learn(
     assert spoken["again"] == spoken["trained"]
 
 
-@pytest.mark.parametrize("megatron", [{}, {"distributed_optimizer": True}], ids=str)
+@pytest.mark.parametrize(
+    "megatron",
+    [
+        pytest.param({}, id="plain"),
+        pytest.param({"distributed_optimizer": True}, id="distributed", marks=pytest.mark.slow),
+    ],
+)
 def test_a_warm_up_learns_and_leaves_no_moments(
     megatron: dict[str, Any], two: Any, model: Callable[..., str]
 ) -> None:
@@ -75,8 +81,11 @@ def test_a_warm_up_learns_and_leaves_no_moments(
 
 @pytest.mark.parametrize(
     "actor",
-    [{"tensor_parallel": 2}, {"pipeline_parallel": 2}, {"data_parallel": 2}],
-    ids=str,
+    [
+        pytest.param({"tensor_parallel": 2}, id="tensor"),
+        pytest.param({"pipeline_parallel": 2}, id="pipeline", marks=pytest.mark.slow),
+        pytest.param({"data_parallel": 2}, id="data", marks=pytest.mark.slow),
+    ],
 )
 def test_steps_that_must_change_nothing_change_nothing(
     actor: dict[str, Any], two: Any, model: Callable[..., str]
@@ -85,7 +94,9 @@ def test_steps_that_must_change_nothing_change_nothing(
         assert answer["skipped"]
         assert answer["same"]
         assert answer["steps"] == 0
-        assert len(answer["refused"]) == 3
+        assert len(answer["refused"]) == 4
+        assert "made to score only" in answer["refused"][3]
+        assert answer["alike"]
         assert "token ids run from" in answer["refused"][2]
         assert answer["difference"] <= 1e-6
         if answer["counts"]:

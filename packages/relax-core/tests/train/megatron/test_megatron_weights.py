@@ -82,7 +82,14 @@ RESHARDED: list[tuple[str, dict[str, Any], list[dict[str, Any]]]] = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "actor", "others"), RESHARDED, ids=["tensor", "pipeline", "experts"])
+@pytest.mark.parametrize(
+    ("kind", "actor", "others"),
+    [
+        pytest.param(*RESHARDED[0], id="tensor"),
+        pytest.param(*RESHARDED[1], id="pipeline"),
+        pytest.param(*RESHARDED[2], id="experts", marks=pytest.mark.slow),
+    ],
+)
 def test_a_checkpoint_resumes_bit_for_bit_and_under_another_split(
     kind: str,
     actor: dict[str, Any],
@@ -108,6 +115,7 @@ def _by_length(answers: list[Any]) -> list[float]:
     return [score for part in sorted(parts, key=len) for score in part]
 
 
+@pytest.mark.slow
 def test_half_precision_keeps_masters_through_a_checkpoint(
     two: Any, model: Callable[..., str], tmp_path: Path
 ) -> None:
@@ -123,11 +131,15 @@ def test_half_precision_keeps_masters_through_a_checkpoint(
 @pytest.mark.parametrize(
     ("kind", "actor"),
     [
-        ("qwen3", {"tensor_parallel": 2}),
-        ("qwen2", {"pipeline_parallel": 2}),
-        ("qwen3_moe", {"expert_parallel": 2, "data_parallel": 2}),
+        pytest.param("qwen3", {"tensor_parallel": 2}, id="qwen3"),
+        pytest.param("qwen2", {"pipeline_parallel": 2}, id="qwen2", marks=pytest.mark.slow),
+        pytest.param(
+            "qwen3_moe",
+            {"expert_parallel": 2, "data_parallel": 2},
+            id="qwen3_moe",
+            marks=pytest.mark.slow,
+        ),
     ],
-    ids=str,
 )
 def test_a_checkpoint_converts_to_what_its_ranks_export(
     kind: str, actor: dict[str, Any], two: Any, model: Callable[..., str], tmp_path: Path
@@ -144,6 +156,7 @@ def test_a_checkpoint_converts_to_what_its_ranks_export(
     assert not torch.equal(exported["model.norm.weight"], _tensors(folder)["model.norm.weight"])
 
 
+@pytest.mark.slow
 def test_the_conversion_tool_says_what_is_wrong(model: Callable[..., str], tmp_path: Path) -> None:
     tool = Path(__file__).parents[5] / "scripts" / "tools" / "convert_torch_dist_to_hf_bridge.py"
     arguments = ["--input-dir", str(tmp_path), "--output-dir", str(tmp_path / "out"), "--origin-hf-dir"]

@@ -21,13 +21,14 @@ from torch import distributed
 
 @contextlib.contextmanager
 def rank_of(
-    folder: str, actor: dict[str, Any], critic: bool = False, **settings: Any
+    folder: str, actor: dict[str, Any], critic: bool = False, trains: bool = True, **settings: Any
 ) -> Iterator[MegatronRank]:
     spec = RankSpec(
         Path(folder),
         TrainerSettings(**{**SETTINGS, **settings}),
         ActorSettings(backend="megatron", **actor),
         seed=3,
+        trains=trains,
     )
     rank = MegatronRank(spec, critic=critic)
     try:
@@ -304,14 +305,22 @@ def odd_steps(folder: str, actor: dict[str, Any], vocabulary: int) -> dict[str, 
         others = [buffer.grad_data for chunk in rank._trained._chunks for buffer in _buffers(chunk)]
         difference = max(float((a - b).abs().max()) for a, b in zip(grads, others, strict=True))
         rank.discard_gradient()
-        return {
-            "skipped": skipped.skipped,
-            "steps": rank.steps,
-            "same": same,
-            "refused": refused,
-            "difference": difference,
-            "counts": None if plain is None or filled is None else [plain.count, filled.count],
-        }
+        scores = rank.forward(work)
+    with rank_of(folder, actor, trains=False) as rank:
+        again = rank.forward(work)
+        try:
+            rank.forward_backward(work, loss)
+        except StepOrderError as raised:
+            refused.append(str(raised))
+    return {
+        "alike": _listed(scores) == _listed(again),
+        "skipped": skipped.skipped,
+        "steps": rank.steps,
+        "same": same,
+        "refused": refused,
+        "difference": difference,
+        "counts": None if plain is None or filled is None else [plain.count, filled.count],
+    }
 
 
 def half(folder: str, actor: dict[str, Any], vocabulary: int, out: str) -> dict[str, Any]:

@@ -42,11 +42,11 @@ from relax.backends.train.errors import (
 )
 from relax.backends.train.megatron import moments
 from relax.backends.train.megatron.build import Blueprint
+from relax.backends.train.megatron.files import PROGRESS
 from relax.backends.train.megatron.optimizer import Optimizer
 from relax.backends.train.megatron.weights import local_names
 
 SCHEMA = 1
-PROGRESS = "relax.json"
 _SPLIT = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",

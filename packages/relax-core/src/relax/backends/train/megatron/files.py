@@ -3,9 +3,13 @@
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-import torch
+if TYPE_CHECKING:  # a checkpoint can be told from others without torch
+    import torch
+
+PROGRESS = "relax.json"
+"""Beside a checkpoint's tensors: what `checkpoint.py` says about them, the mark of such a checkpoint."""
 
 FILE_BYTES = 4 << 30
 """Largest file, unless one tensor alone is larger; what the writing rank holds in memory."""
@@ -18,7 +22,7 @@ class Named(Protocol):
     def name(self) -> str: ...
 
     @property
-    def dtype(self) -> torch.dtype: ...
+    def dtype(self) -> "torch.dtype": ...
 
     @property
     def nbytes(self) -> int: ...
