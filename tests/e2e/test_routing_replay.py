@@ -40,6 +40,23 @@ def test_routes_outlive_an_update_in_the_middle_of_a_generation(local: Local) ->
     assert (run.accounting[0]["faults"], run.accounting[0]["trained"]) == ([], 8 * 16)
 
 
+@pytest.mark.slow
+def test_routes_grow_with_the_turns_of_an_episode(local: Local) -> None:
+    """A further turn shows the engine all before it again; a group whose routes did not fit is dropped."""
+    run = local(
+        "calculator",
+        "model=tiny_moe",
+        "actor.routing_replay=true",
+        "actor.supervised.steps=80",
+        "rollout.prompts_per_step=4",
+        "rollout.samples_per_prompt=4",
+        "steps=3",
+    )
+    assert max(step["response/turns_mean"] for step in run.metrics) > 1.2
+    assert [e for e in run.lines("events.jsonl") if e["event"] == "group dropped"] == []
+    assert run.accounting[0]["trained"] == 3 * 16
+
+
 def test_groups_with_bad_routes_are_dropped_and_counted_and_the_run_goes_on(
     local: Local, monkeypatch: pytest.MonkeyPatch
 ) -> None:
