@@ -38,8 +38,8 @@ def export_model(
 
 @contextlib.contextmanager
 def export_folder(*, source: Path, target: Path) -> Iterator[Path]:
-    """A folder with the companions of `source` to write config and weights into; it becomes `target` at the
-    end of the block, or nothing does.
+    """An empty folder to write config and weights into; with the companions of `source` that are not there, it
+    becomes `target` at the end of the block, or nothing does.
 
     Raises:
         ExportError: the target holds something, or is no folder.
@@ -51,9 +51,10 @@ def export_folder(*, source: Path, target: Path) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as scratch:
         made = Path(scratch) / "model"
         made.mkdir()
+        yield made
         for path in sorted(source.iterdir()):
             weights = path.name.endswith(".index.json")
-            if path.is_file() and path.suffix in _COMPANIONS and path.name != "config.json" and not weights:
+            there = path.name == "config.json" or (made / path.name).exists()
+            if path.is_file() and path.suffix in _COMPANIONS and not weights and not there:
                 shutil.copyfile(path, made / path.name)
-        yield made
         os.replace(made, target)

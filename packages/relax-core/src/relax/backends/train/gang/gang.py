@@ -175,10 +175,10 @@ class Gang:
         return self._own.backend.tensors()
 
     def save(self, folder: Path) -> None:
-        """Every rank writes its part into the folder, which is made."""
+        """Every rank writes its part into the folder, which the ranks make."""
         if self._accumulated:
             raise StepOrderError(f"save between {self._accumulated} forward_backward and their optim_step")
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.parent.mkdir(parents=True, exist_ok=True)
         self._on_disk("save", folder)
 
     def load(self, folder: Path) -> None:

@@ -105,6 +105,7 @@ class NativeRank:
     def save(self, folder: Path) -> None:
         """Write this rank's part: its shards, or the tensors that it offers of replicas."""
         self._trainer.require_no_gradient("save")
+        folder.mkdir(parents=True, exist_ok=True)
         rank, size = self._coordinates.rank, self._coordinates.world_size
         names = self._trainer.saved_weights()
         own = {name for place, name in enumerate(sorted(names)) if place % size == rank}
