@@ -38,8 +38,8 @@ def export_model(
 
 @contextlib.contextmanager
 def export_folder(*, source: Path, target: Path) -> Iterator[Path]:
-    """An empty folder to write config and weights into; with the companions of `source` that are not there, it
-    becomes `target` at the end of the block, or nothing does.
+    """An empty folder to write config and weights into. With the companions of `source` that are not there
+    then, it becomes `target` at the end of the block, or nothing does.
 
     Raises:
         ExportError: the target holds something, or is no folder.
