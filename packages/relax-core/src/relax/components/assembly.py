@@ -37,7 +37,7 @@ def rollout(context: RunContext, engines: Mapping[str, ReplicaEngine], reports: 
     pool = engine_pool(context, engines, clock)
     return Rollout(
         context,
-        OmniProcessor.from_pretrained(context.model),
+        OmniProcessor.from_pretrained(context.model, family=config.model.family),
         PromptSource(read_rows(config.data), config.data, config.seed),
         pool,
         clock,

@@ -42,7 +42,7 @@ def warm_up(context: RunContext, backend: TrainBackend, reports: Reports) -> Non
     settings = config.actor.supervised
     rows = read_rows(config.data)
     source = PromptSource(rows, config.data, config.seed)
-    processor = OmniProcessor.from_pretrained(context.model)
+    processor = OmniProcessor.from_pretrained(context.model, family=config.model.family)
     environment = Environments(config)()
     known: dict[int, Demonstration] = {}
     draw = np.random.default_rng([config.seed, 0x5F7])

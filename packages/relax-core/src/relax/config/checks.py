@@ -79,6 +79,11 @@ def _inputs(config: RunConfig) -> list[str]:
         faults.append(
             f"reward = {config.reward.name} compares with an answer: name its column in data.answer_column"
         )
+    if config.model.text_only and config.data.image_column:
+        faults.append(
+            f"model.text_only = true with data.image_column = {config.data.image_column!r}: a model that "
+            f"only reads is shown no pictures; leave one of them out"
+        )
     supervised = config.actor.supervised
     if supervised.steps and not config.data.answer_column and config.environment.name == "single_turn":
         faults.append(

@@ -19,8 +19,17 @@ class ModelSettings(Settings):
     dtype: Literal["float32", "bfloat16"] = "float32"
     context_length: int | None = Field(default=None, ge=8)
     """Tokens of prompt and response together; the model's own limit when not given."""
+    text_only: bool = False
+    """Take a model that sees or hears for what it reads: its encoders are kept as they are, and no picture or
+    sound is shown to it.
+    """
     tiny: dict[str, int] = Field(default_factory=dict)
     """Dimensions of the tiny model, as in its config.json: hidden_size, num_hidden_layers, ..."""
+
+    @property
+    def family(self) -> str | None:
+        """What `omni_processor` is told of the model's family; None to find out."""
+        return "text" if self.text_only else None
 
 
 class DataSettings(Settings):

@@ -87,7 +87,7 @@ def _check_prompts(rows: Sequence[Mapping[str, Any]], config: RunConfig, context
     from omni_processor import OmniProcessor, OmniProcessorError
 
     try:
-        processor = OmniProcessor.from_pretrained(context.model)
+        processor = OmniProcessor.from_pretrained(context.model, family=config.model.family)
     except OmniProcessorError as error:
         raise ConfigError(f"model.path = {config.model.path!r}: {error}") from error
     room = context_length(context) - 1

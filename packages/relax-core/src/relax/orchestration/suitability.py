@@ -7,6 +7,9 @@ from relax.backends.train.vision import MODEL_TYPE as SEEN
 from relax.config import RunConfig
 from relax.orchestration.model_shape import ModelShape
 
+WHOLE = ("qwen2_5_omni", "qwen3_omni_moe")
+"""Folders of a thinker with a talker: transformers has no causal language model for the two together."""
+
 
 def unsuitable(config: RunConfig, shape: ModelShape) -> Iterator[str]:
     """What cannot work of a model with a backend, an engine and a split: the key, the value, the way out."""
@@ -26,15 +29,21 @@ def _trainer(config: RunConfig, shape: ModelShape) -> Iterator[str]:
             return
         yield from _megatron_split(config, shape)
     elif actor.backend == "torch_native":
-        if shape.hears:
+        if shape.kind in WHOLE:
             yield (
-                f"actor.backend = torch_native with {model}: no backend trains a model that hears yet, and "
-                f"no sample carries sound; take a {SEEN} for pictures, or a text model"
+                f"actor.backend = torch_native with {model}: it is no causal language model, but a thinker and "
+                f"a talker; write the thinker alone with scripts/tools/extract_thinker.py and take that, with "
+                f"model.text_only=true"
             )
-        elif shape.sees and shape.kind != SEEN:
+        elif shape.hears and not config.model.text_only:
             yield (
-                f"actor.backend = torch_native with {model}: of the models that see it trains {SEEN}; "
-                f"take one of those"
+                f"actor.backend = torch_native with {model}: no backend trains a model on what it hears yet, "
+                f"and no sample carries sound; set model.text_only=true to train it on text"
+            )
+        elif shape.sees and shape.kind != SEEN and not config.model.text_only:
+            yield (
+                f"actor.backend = torch_native with {model}: of the models that see it shows pictures to "
+                f"{SEEN}; take one of those, or set model.text_only=true"
             )
 
 
@@ -78,18 +87,19 @@ def _megatron_split(config: RunConfig, shape: ModelShape) -> Iterator[str]:
 
 def _engine(config: RunConfig, shape: ModelShape) -> Iterator[str]:
     rollout, model = config.rollout, f"model.path = {config.model.path!r} ({shape.kind})"
-    if rollout.engine == "transformers" and shape.hears:
+    reads = config.model.text_only
+    if rollout.engine == "transformers" and ((shape.hears and not reads) or shape.kind in WHOLE):
         yield (
             f"rollout.engine = transformers with {model}: it shows pictures to a {SEEN} and plays sound to "
-            f"none; no engine serves sound yet"
+            f"none; take a model's thinker alone with model.text_only=true, or another model"
         )
     if rollout.engine != "sglang":
         return
-    if shape.sees or shape.hears:
+    if shape.hears or (shape.sees and not reads):
         yield (
             f"rollout.engine = sglang with {model}, which sees or hears: SGLang takes pictures and sound as "
             f"they were before processing, and a run carries the tensors made of them; use "
-            f"rollout.engine=transformers for a {SEEN}"
+            f"rollout.engine=transformers"
         )
     ranks, heads = rollout.sglang.tensor_parallel, shape.kv_heads
     if shape.heads % ranks:

@@ -22,9 +22,9 @@ from relax.ops.sinks import JsonLines, Sink, TensorBoard
 from relax.orchestration.accounting import Accounting, settle
 from relax.orchestration.launcher import Launcher, Poll, RoleFailed
 from relax.orchestration.model_folder import model_folder, sees_pictures
-from relax.orchestration.routing_check import replayed_routing
 from relax.orchestration.plan import Plan, check_cpus, plan
 from relax.orchestration.preflight import preflight
+from relax.orchestration.routing_check import replayed_routing
 from relax.orchestration.run_folder import RunFolder, begin_segment, hold
 from relax.orchestration.services import QueueWatch, Services, services
 
@@ -189,7 +189,13 @@ def prepare(config: RunConfig, folder: RunFolder, *, resume: bool, replay: Path 
     replayed_routing(config, model)
     nowhere = Endpoint("")
     context = RunContext(
-        config, folder.path, model, nowhere, nowhere, replay=replay, media=sees_pictures(model)
+        config,
+        folder.path,
+        model,
+        nowhere,
+        nowhere,
+        replay=replay,
+        media=sees_pictures(model) and not config.model.text_only,
     )
     preflight(config, context)
     newest = Checkpoints(folder.path, config.checkpoint.keep).newest() if resume else None

@@ -1,0 +1,61 @@
+#!/usr/bin/env bash
+# Submits a configuration as a job to a Ray cluster that is there. See --help.
+set -euo pipefail
+
+usage() {
+  cat <<'EOF'
+usage: scripts/entrypoint/ray-job.sh CONFIG.yaml [key=value ...]
+
+Submits a run as a Ray job. Its driver runs on the head node, the roles wherever the cluster has room. The nodes
+need relax in the environment that their Ray runs in (docker/Dockerfile makes one), the same paths for model,
+data and run folder, and a network on which they reach each other.
+
+  RAY_ADDRESS       of the dashboard, http://HEAD:8265 (default http://127.0.0.1:8265)
+  JOB_ENV           names of environment variables to hand on, separated by spaces (such as "HF_HOME")
+  WORKDIR           folder on the nodes that relative paths start from (default: this checkout's path)
+  RELAX_DOCTOR=1    do not submit: say what would run where and what is wrong (also: --dry-run)
+  CLUSTER=FILE      with RELAX_DOCTOR: hold the configuration against the nodes that the file describes
+  RELAX=COMMAND     the relax command here, for RELAX_DOCTOR; RAY=COMMAND the ray command here
+EOF
+}
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
+dry=${RELAX_DOCTOR:-0}
+words=()
+for word in "$@"; do
+  case $word in
+    -h | --help) usage; exit 0 ;;
+    --dry-run) dry=1 ;;
+    -*) echo "ray-job.sh: there is no option $word; see --help" >&2; exit 64 ;;
+    *) words+=("$word") ;;
+  esac
+done
+if [ ${#words[@]} -eq 0 ]; then
+  usage >&2
+  exit 64
+fi
+
+command_of() { # NAME: the checkout's, else the one on PATH
+  if [ -x "$root/.venv/bin/$1" ]; then echo "$root/.venv/bin/$1"; else echo "$1"; fi
+}
+
+if [ "$dry" != 0 ]; then
+  exec "${RELAX:-$(command_of relax)}" doctor "${words[@]}" ray.address=auto ${CLUSTER:+--cluster "$CLUSTER"}
+fi
+
+variables=()
+for name in ${JOB_ENV:-}; do
+  variables+=("$name")
+done
+runtime=$(python3 -c '
+import json, os, sys
+print(json.dumps({"env_vars": {name: os.environ[name] for name in sys.argv[1:]}}))
+' ${variables[@]+"${variables[@]}"})
+
+# The words are quoted for the shell that starts the driver.
+printf -v quoted '%q ' "${words[@]}"
+printf -v folder '%q' "${WORKDIR:-$root}"
+exec "${RAY:-$(command_of ray)}" job submit \
+  --address "${RAY_ADDRESS:-http://127.0.0.1:8265}" \
+  --runtime-env-json "$runtime" \
+  -- bash -c "cd $folder && exec relax train ${quoted}ray.address=auto"

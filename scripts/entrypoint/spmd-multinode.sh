@@ -1,0 +1,108 @@
+#!/usr/bin/env bash
+# Started alike on every node (srun, mpirun, a job array): they become one Ray cluster, the first one trains.
+set -euo pipefail
+
+usage() {
+  cat <<'EOF'
+usage: scripts/entrypoint/spmd-multinode.sh CONFIG.yaml [key=value ...]     on every node, at the same time
+
+The node of rank 0 starts a Ray and trains; the others join it, serve, and end when it ends. Under Slurm nothing
+has to be set: srun --ntasks-per-node=1 scripts/entrypoint/spmd-multinode.sh CONFIG.yaml
+
+  NODE_RANK         0 to NNODES-1 (default: SLURM_NODEID, else 0)
+  NNODES            how many nodes (default: SLURM_NNODES, else 1)
+  MASTER_ADDR       where the nodes reach rank 0 (default under Slurm: the first of its nodes)
+  MASTER_PORT       port of its Ray (default 6379)
+  JOIN_SECONDS      longest wait of a node for rank 0 (default 600)
+  RELAX_DOCTOR=1    start nothing: say what would run where and what is wrong (also: --dry-run)
+  CLUSTER=FILE      with RELAX_DOCTOR: hold the configuration against the nodes that the file describes
+  RELAX=COMMAND, RAY=COMMAND   the commands (the checkout's .venv, else those on PATH)
+
+Ray's ports have to be open between the nodes and closed to others: Ray runs what it is sent.
+EOF
+}
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
+dry=${RELAX_DOCTOR:-0}
+words=()
+for word in "$@"; do
+  case $word in
+    -h | --help) usage; exit 0 ;;
+    --dry-run) dry=1 ;;
+    -*) echo "spmd-multinode.sh: there is no option $word; see --help" >&2; exit 64 ;;
+    *) words+=("$word") ;;
+  esac
+done
+if [ ${#words[@]} -eq 0 ]; then
+  usage >&2
+  exit 64
+fi
+
+command_of() { # NAME: the checkout's, else the one on PATH
+  if [ -x "$root/.venv/bin/$1" ]; then echo "$root/.venv/bin/$1"; else echo "$1"; fi
+}
+relax=${RELAX:-$(command_of relax)}
+ray=${RAY:-$(command_of ray)}
+
+if [ "$dry" != 0 ]; then
+  exec "$relax" doctor "${words[@]}" ray.address=auto ${CLUSTER:+--cluster "$CLUSTER"}
+fi
+
+rank=${NODE_RANK:-${SLURM_NODEID:-0}}
+nodes=${NNODES:-${SLURM_NNODES:-1}}
+port=${MASTER_PORT:-6379}
+head=${MASTER_ADDR:-}
+if [ -z "$head" ] && [ -n "${SLURM_JOB_NODELIST:-}" ]; then
+  head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+fi
+if [ -z "$head" ]; then
+  if [ "$nodes" -gt 1 ]; then
+    echo "spmd-multinode.sh: NNODES is $nodes and MASTER_ADDR is not set: name where rank 0 is reached" >&2
+    exit 64
+  fi
+  head=127.0.0.1
+fi
+# Names become addresses, which Ray and the run's own listeners bind.
+head=$(getent ahostsv4 "$head" | awk 'NR == 1 { print $1 }')
+if [ -z "$head" ]; then
+  echo "spmd-multinode.sh: MASTER_ADDR = ${MASTER_ADDR:-the first node} has no address here" >&2
+  exit 69
+fi
+
+listens() { timeout 5 bash -c "exec 3<>/dev/tcp/$head/$port" 2>/dev/null; }
+
+await_head() { # Until the Ray of rank 0 listens.
+  local deadline=$((SECONDS + ${JOIN_SECONDS:-600}))
+  until listens; do
+    if [ "$SECONDS" -ge "$deadline" ]; then
+      echo "spmd-multinode.sh: rank 0 did not listen on $head:$port for ${JOIN_SECONDS:-600} s" >&2
+      exit 69
+    fi
+    sleep 2
+  done
+}
+
+if [ "$rank" -ne 0 ]; then
+  await_head
+  status=0
+  "$ray" start --address "$head:$port" --block || status=$?
+  # Its Ray ends with a fault when that of rank 0 is gone, which is the ordinary end of a run.
+  if listens; then
+    echo "spmd-multinode.sh: node $rank left while rank 0 goes on (status $status)" >&2
+    exit 1
+  fi
+  exit 0
+fi
+
+if listens; then
+  echo "spmd-multinode.sh: something listens on $head:$port already; choose another MASTER_PORT" >&2
+  exit 69
+fi
+# In the background, so that this Ray and no other of the machine is ended with the run.
+"$ray" start --head --node-ip-address "$head" --port "$port" --include-dashboard false \
+  --disable-usage-stats --block &
+own=$!
+trap 'kill "$own" 2>/dev/null || true; wait "$own" || true' EXIT
+await_head
+# The run waits until the nodes have joined: for as long as ray.start_seconds says.
+"$relax" train "${words[@]}" "ray.address=$head:$port" "ray.host=$head"
