@@ -149,7 +149,11 @@ class WeightPublisher:
 class Publishing(Protocol):
     """The Actor's versions, from wherever its weights are."""
 
-    away: frozenset[str]
+    @property
+    def away(self) -> frozenset[str]: ...
+
+    @away.setter
+    def away(self, names: frozenset[str]) -> None: ...
 
     def publish(self, version: int) -> dcs.Stats | None: ...
 

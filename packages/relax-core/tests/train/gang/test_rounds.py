@@ -89,6 +89,7 @@ def test_columns_of_tokens_and_pictures_go_with_their_rows():
     routes = torch.arange(10 * 2, dtype=torch.int16).view(10, 1, 2)
     pictures = [[{"kind": "image", "pixel_values": np.full((4, 3), row, np.float32)}] for row in range(2)]
     chosen = select(dataclasses.replace(batch, routes=routes, media=pictures), [1])
+    assert chosen.routes is not None
     assert torch.equal(chosen.routes, routes[4:])
     assert chosen.media == [pictures[1]]
 
