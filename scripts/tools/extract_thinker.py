@@ -34,8 +34,8 @@ def extract(source: Path, target: Path) -> int:
     architecture = ARCHITECTURES.get((thinker or {}).get("model_type", ""))
     if thinker is None or architecture is None:
         raise NotExtractable(
-            f"{source} is a {config.get('model_type')!r} without a thinker of {', '.join(ARCHITECTURES)}; give "
-            f"the folder of a Qwen3-Omni"
+            f"{source} is a {config.get('model_type')!r} without a thinker of {', '.join(ARCHITECTURES)}; "
+            f"give the folder of a Qwen3-Omni"
         )
     files = sorted(source.glob("*.safetensors"))
     if not files:

@@ -21,14 +21,16 @@ class NodeSettings(Settings):
     count: int = Field(default=1, ge=1)
     cpus: float = Field(gt=0)
     gpus: int = Field(default=0, ge=0)
-    gpu_memory: int | str = 0
+    gpu_memory: int | str | None = None
     """Of one GPU, as its maker counts it: bytes, or a size such as `80GB`."""
     memory: int | str
     """Of the node: bytes, or a size such as `1TiB`."""
 
     @field_validator("gpu_memory", "memory")
     @classmethod
-    def _size(cls, size: int | str) -> int | str:
+    def _size(cls, size: int | str | None) -> int | str | None:
+        if size is None:
+            return None
         if str(size).strip().endswith("%"):
             raise ValueError(f"{size!r} is a share of this machine's memory; give the node's, such as '80GB'")
         bytes_of(size)
@@ -108,6 +110,6 @@ def _nodes(settings: ClusterSettings) -> Iterator[Node]:
                 f"{kind.name}-{number}" if kind.count > 1 else kind.name,
                 kind.cpus,
                 kind.gpus,
-                bytes_of(kind.gpu_memory),
+                0 if kind.gpu_memory is None else bytes_of(kind.gpu_memory),
                 bytes_of(kind.memory),
             )

@@ -31,9 +31,9 @@ def _trainer(config: RunConfig, shape: ModelShape) -> Iterator[str]:
     elif actor.backend == "torch_native":
         if shape.kind in WHOLE:
             yield (
-                f"actor.backend = torch_native with {model}: it is no causal language model, but a thinker and "
-                f"a talker; write the thinker alone with scripts/tools/extract_thinker.py and take that, with "
-                f"model.text_only=true"
+                f"actor.backend = torch_native with {model}: it is no causal language model, but a thinker "
+                f"and a talker; write the thinker alone with scripts/tools/extract_thinker.py and take that, "
+                f"with model.text_only=true"
             )
         elif shape.hears and not config.model.text_only:
             yield (

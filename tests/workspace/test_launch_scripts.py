@@ -1,0 +1,375 @@
+"""The launch scripts: clean shell, the words they say, and clusters that fit or are refused by name."""
+
+import os
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+ROOT = Path(__file__).parents[2]
+TOOLS = Path(sys.executable).parent
+"""Where the linters were installed beside the Python of the tests."""
+SCRIPTS = sorted(ROOT.glob("scripts/**/*.sh"))
+ENTRYPOINTS = ("local", "ray-job", "spmd-multinode")
+TRAINING = {
+    "text/run-qwen3-4B-8xgpu": "8 of 8 GPUs",
+    "text/run-qwen3-30B-A3B-16xgpu": "16 of 16 GPUs",
+    "multimodal/run-qwen3-vl-4B-8xgpu": "8 of 8 GPUs",
+    "multimodal/run-qwen3-30B-A3B-omni-16xgpu": "16 of 16 GPUs",
+}
+
+
+def run(script: str, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [str(ROOT / "scripts" / f"{script}.sh"), *words],
+        env={"PATH": os.environ["PATH"], "HOME": os.environ.get("HOME", "/"), **environment},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+
+
+@pytest.fixture(scope="module")
+def stub(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A command that writes the words it is called with, a line each."""
+    path = tmp_path_factory.mktemp("stub") / "command"
+    path.write_text("#!/usr/bin/env bash\nprintf '%s\\n' \"$@\"\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def doctor() -> Callable[..., Result]:
+    """`relax doctor`, in this process."""
+    from relax.entrypoints.cli import app
+
+    def call(*words: str) -> Result:
+        return CliRunner().invoke(app, ["doctor", *words])
+
+    return call
+
+
+def plain(text: str) -> str:
+    """A message without the line breaks of a narrow terminal."""
+    return re.sub(r"\s+", " ", text)
+
+
+def test_the_shell_is_clean():
+    done = subprocess.run([TOOLS / "shellcheck", *SCRIPTS], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout
+
+
+def test_the_linter_of_shell_finds_what_it_is_for(tmp_path):
+    bad = tmp_path / "bad.sh"
+    bad.write_text("#!/usr/bin/env bash\nrm -rf $EXP_DIR/runs\n")
+    assert subprocess.run([TOOLS / "shellcheck", bad], capture_output=True, timeout=60).returncode == 1
+
+
+def test_the_recipe_of_the_image_is_clean_and_has_the_cuda_of_the_pinned_torch(neutral_lock):
+    recipe = ROOT / "docker/Dockerfile"
+    command = [TOOLS / "hadolint", "--no-color", recipe]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout
+    base = re.search(r"^FROM nvidia/cuda:(\d+\.\d+)\.", recipe.read_text(), flags=re.M)
+    toolkit = re.search(r'name = "cuda-toolkit"\nversion = "(\d+\.\d+)\.', neutral_lock)
+    assert base is not None
+    assert toolkit is not None
+    assert base[1] == toolkit[1]
+
+
+@pytest.mark.parametrize("script", [f"entrypoint/{name}" for name in ENTRYPOINTS])
+def test_an_entrypoint_says_how_it_is_used(script):
+    done = run(script, "--help")
+    assert done.returncode == 0
+    assert "usage: scripts/" in done.stdout
+    assert run(script).returncode == 64
+    assert "no option --nothing" in run(script, "--nothing").stderr
+
+
+@pytest.mark.parametrize("script", TRAINING)
+def test_a_training_script_is_strict_and_says_how_it_is_used(script):
+    assert "set -euo pipefail" in (ROOT / f"scripts/training/{script}.sh").read_text()
+    done = run(f"training/{script}", "--help")
+    assert done.returncode == 0
+    assert all(name in done.stdout for name in ("EXP_DIR", "MODEL", "DATA", "RUNS", "CLUSTER", "--dry-run"))
+    refused = run(f"training/{script}", "--dri-run")
+    assert refused.returncode == 64
+    assert "--dri-run is neither an option nor key=value" in refused.stderr
+
+
+@pytest.mark.parametrize("script", TRAINING)
+def test_a_training_script_resolves_on_the_cluster_it_is_named_for(script, stub, doctor):
+    done = run(f"training/{script}", "--dry-run", EXP_DIR="/exp", RELAX=stub)
+    command, *words = done.stdout.splitlines()
+    assert command == "doctor", done.stderr
+    assert "run.root=/exp/runs" in words
+    found = doctor(*words)
+    assert found.exit_code == 0, found.output
+    assert f"on {TRAINING[script]}: resolves" in plain(found.output)
+    # Nothing of the model is on this machine but its sizes.
+    assert "is not on this machine; its sizes are those of" in plain(found.output)
+
+
+def test_every_path_can_be_given_and_words_go_last(stub):
+    done = run(
+        "training/text/run-qwen3-4B-8xgpu",
+        "actor.lr=2e-6",
+        "run.name=a b",
+        MODEL="/m/x y",
+        DATA="/d",
+        RUNS="/r",
+        CONFIG="/c.yaml",
+        RELAX=stub,
+    )
+    assert done.stdout.splitlines() == [
+        "train",
+        "/c.yaml",
+        "model.path=/m/x y",
+        "data.path=/d",
+        "run.root=/r",
+        "actor.lr=2e-6",
+        "run.name=a b",
+        "ray.address=null",
+    ]
+
+
+def test_an_entrypoint_that_there_is_not_is_refused(stub):
+    done = run("training/text/run-qwen3-4B-8xgpu", ENTRYPOINT="slurm", RELAX=stub)
+    assert done.returncode == 64
+    assert "ENTRYPOINT = slurm is none of local, ray-job, spmd-multinode" in done.stderr
+
+
+def test_a_ray_job_is_submitted_with_its_words_quoted(stub):
+    done = run(
+        "entrypoint/ray-job",
+        "configs/quickstart.yaml",
+        "run.name=a b",
+        RAY=stub,
+        RAY_ADDRESS="http://head:8265",
+        JOB_ENV="HF_HOME",
+        HF_HOME="/hub",
+        WORKDIR="/opt/re lax",
+    )
+    assert done.stdout.splitlines() == [
+        "job",
+        "submit",
+        "--address",
+        "http://head:8265",
+        "--runtime-env-json",
+        '{"env_vars": {"HF_HOME": "/hub"}}',
+        "--",
+        "bash",
+        "-c",
+        r"cd /opt/re\ lax && exec relax train configs/quickstart.yaml run.name=a\ b ray.address=auto",
+    ]
+
+
+@pytest.mark.parametrize("name", ENTRYPOINTS)
+def test_an_entrypoint_checks_instead_of_running_when_asked(name, stub):
+    for words, environment in ((["--dry-run"], {}), ([], {"RELAX_DOCTOR": "1"})):
+        done = run(f"entrypoint/{name}", "c.yaml", *words, RELAX=stub, CLUSTER="/k.yaml", **environment)
+        address = "null" if name == "local" else "auto"
+        assert done.stdout.splitlines() == [
+            "doctor",
+            "c.yaml",
+            f"ray.address={address}",
+            "--cluster",
+            "/k.yaml",
+        ]
+
+
+def test_many_nodes_without_a_first_one_are_refused(stub):
+    done = run("entrypoint/spmd-multinode", "c.yaml", NNODES="2", NODE_RANK="1", RELAX=stub, RAY=stub)
+    assert done.returncode == 64
+    assert "MASTER_ADDR is not set" in done.stderr
+
+
+def test_a_node_whose_first_one_does_not_come_gives_up(stub):
+    done = run(
+        "entrypoint/spmd-multinode",
+        "c.yaml",
+        NNODES="2",
+        NODE_RANK="1",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT="1",
+        JOIN_SECONDS="0",
+        RELAX=stub,
+        RAY=stub,
+    )
+    assert done.returncode == 69
+    assert "rank 0 did not listen on 127.0.0.1:1 for 0 s" in done.stderr
+
+
+WRONG = {
+    "too few GPUs": (
+        "qwen3-4B-8xgpu",
+        "nodes: [{name: n, cpus: 96, gpus: 4, gpu_memory: 80GB, memory: 1TiB}]",
+        [],
+        "too few GPUs: the run reserves 8 (4 by actor, 4 by rollout), and the nodes have 4",
+    ),
+    "a tensor-parallel group wider than a node": (
+        "qwen3-4B-8xgpu",
+        "nodes: [{name: n, count: 6, cpus: 96, gpus: 2, gpu_memory: 80GB, memory: 1TiB}]",
+        ["actor.tensor_parallel=4", "actor.data_parallel=1"],
+        "actor.tensor_parallel = 4: a tensor-parallel group exchanges",
+    ),
+    "a server wider than a node": (
+        "qwen3-30B-A3B-16xgpu",
+        "nodes: [{name: n, count: 2, cpus: 96, gpus: 8, gpu_memory: 141GB, memory: 2TiB}]",
+        ["rollout.replicas=1", "rollout.sglang.tensor_parallel=16"],
+        "one server takes 16 GPUs of one node",
+    ),
+    "GPUs that are too small for the trainer": (
+        "qwen3-30B-A3B-16xgpu",
+        "nodes: [{name: n, count: 2, cpus: 160, gpus: 8, gpu_memory: 80GB, memory: 2TiB}]",
+        [],
+        "actor on n-0: a GPU would hold 72.8 GiB",
+    ),
+    "no room for one sequence": (
+        "qwen3-4B-8xgpu",
+        "nodes: [{name: n, cpus: 96, gpus: 8, gpu_memory: 80GB, memory: 1TiB}]",
+        ["rollout.sglang.memory_fraction=0.11"],
+        "one sequence may have 9,216; raise rollout.sglang.tensor_parallel",
+    ),
+    "a node with too little memory": (
+        "qwen3-30B-A3B-16xgpu",
+        "nodes: [{name: n, count: 2, cpus: 160, gpus: 8, gpu_memory: 141GB, memory: 128GiB}]",
+        [],
+        "n-1 has 128 GiB and would hold 227",
+    ),
+    "too few CPUs": (
+        "qwen3-4B-8xgpu",
+        "nodes: [{name: n, cpus: 9, gpus: 8, gpu_memory: 80GB, memory: 1TiB}]",
+        [],
+        "too few CPUs: the roles reserve 10.15",
+    ),
+    "taking turns on GPUs of a cluster": (
+        "qwen3-4B-8xgpu",
+        "nodes: [{name: n, cpus: 96, gpus: 8, gpu_memory: 80GB, memory: 1TiB}]",
+        ["mode=colocate", "max_staleness=0"],
+        "mode = colocate with actor.device = cuda and a ray.address",
+    ),
+    "stale samples in turns": (
+        "qwen3-4B-8xgpu",
+        "nodes: [{name: n, cpus: 96, gpus: 8, gpu_memory: 80GB, memory: 1TiB}]",
+        ["mode=colocate", "max_staleness=1"],
+        "max_staleness = 1 with mode = colocate",
+    ),
+    "Megatron and pictures": (
+        "qwen3-vl-4B-8xgpu",
+        "nodes: [{name: n, cpus: 96, gpus: 8, gpu_memory: 80GB, memory: 1TiB}]",
+        ["actor.backend=megatron", "rollout.engine=sglang"],
+        "actor.backend = megatron with model.path = 'models/Qwen3-VL-4B-Instruct' (qwen3_vl): it maps llama,",
+    ),
+    "SGLang and pictures": (
+        "qwen3-vl-4B-8xgpu",
+        "nodes: [{name: n, cpus: 96, gpus: 8, gpu_memory: 80GB, memory: 1TiB}]",
+        ["rollout.engine=sglang"],
+        "rollout.engine = sglang with model.path = 'models/Qwen3-VL-4B-Instruct' (qwen3_vl), which sees",
+    ),
+    "a whole omni model": (
+        "qwen3-30B-A3B-omni-16xgpu",
+        "nodes: [{name: n, count: 2, cpus: 160, gpus: 8, gpu_memory: 141GB, memory: 2TiB}]",
+        ["model.path=models/Qwen3-Omni-30B-A3B-Instruct"],
+        "write the thinker alone with scripts/tools/extract_thinker.py",
+    ),
+    "a thinker that is to hear": (
+        "qwen3-30B-A3B-omni-16xgpu",
+        "nodes: [{name: n, count: 2, cpus: 160, gpus: 8, gpu_memory: 141GB, memory: 2TiB}]",
+        ["model.text_only=false"],
+        "no backend trains a model on what it hears yet",
+    ),
+    "a split that the model's heads do not allow": (
+        "qwen3-30B-A3B-16xgpu",
+        "nodes: [{name: n, count: 2, cpus: 160, gpus: 8, gpu_memory: 141GB, memory: 2TiB}]",
+        ["actor.tensor_parallel=8", "actor.data_parallel=1"],
+        "actor.tensor_parallel = 8 does not divide the model's num_key_value_heads of 4",
+    ),
+    "routes of a dense model": (
+        "qwen3-4B-8xgpu",
+        "nodes: [{name: n, cpus: 96, gpus: 8, gpu_memory: 80GB, memory: 1TiB}]",
+        ["actor.routing_replay=true"],
+        "a qwen3 is dense, so no token is routed",
+    ),
+    "a model of unknown size": (
+        "qwen3-4B-8xgpu",
+        "nodes: [{name: n, cpus: 96, gpus: 8, gpu_memory: 80GB, memory: 1TiB}]",
+        ["model.path=models/Unheard-1B"],
+        "model.path = 'models/Unheard-1B' is not on this machine",
+    ),
+    "a node without the memory of its GPUs": (
+        "qwen3-4B-8xgpu",
+        "nodes: [{name: n, cpus: 96, gpus: 8, memory: 1TiB}]",
+        [],
+        "node n has 8 GPUs and no gpu_memory",
+    ),
+    "a file that describes nothing": (
+        "qwen3-4B-8xgpu",
+        "node: 8",
+        [],
+        "it does not describe a cluster",
+    ),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_what_does_not_fit_is_refused_by_name(wrong, doctor, tmp_path):
+    config, cluster, words, message = WRONG[wrong]
+    described = tmp_path / "cluster.yaml"
+    described.write_text(cluster)
+    found = doctor(str(ROOT / f"configs/{config}.yaml"), *words, "--cluster", str(described))
+    assert found.exit_code == 2, found.output
+    assert message in plain(found.output)
+    assert "resolves" not in found.output
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(500)
+def test_two_nodes_become_a_cluster_that_trains_and_ends_with_the_run(tmp_path):
+    """Both nodes are this machine, but nothing of the run is on loopback."""
+    from relax.distributed.weights import own_address
+
+    here = own_address("tcp://198.51.100.1:9")  # no such host: only the way to it is looked at
+    with socket.socket() as probe:
+        probe.bind((here, 0))
+        port = probe.getsockname()[1]
+    environment = os.environ | {
+        "NNODES": "2",
+        "MASTER_ADDR": here,
+        "MASTER_PORT": str(port),
+        "JOIN_SECONDS": "120",
+        "RELAX": str(TOOLS / "relax"),
+        "RAY": str(TOOLS / "ray"),
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "1",
+    }
+    command = [
+        ROOT / "scripts/entrypoint/spmd-multinode.sh",
+        ROOT / "configs/quickstart.yaml",
+        f"data.path={ROOT / 'configs/data/sevens.jsonl'}",
+        "steps=3",
+        "log.progress=plain",
+        f"run.root={tmp_path}",
+    ]
+    nodes = [
+        subprocess.Popen(
+            command,
+            env=environment | {"NODE_RANK": str(rank)},
+            stdout=(tmp_path / f"node-{rank}.log").open("w"),
+            stderr=subprocess.STDOUT,
+        )
+        for rank in (0, 1)
+    ]
+    try:
+        statuses = [node.wait(timeout=400) for node in nodes]
+    finally:
+        for node in nodes:
+            node.terminate()
+        told = [(tmp_path / f"node-{rank}.log").read_text() for rank in (0, 1)]
+    assert statuses == [0, 0], told
+    assert "192 samples put = 192 trained + 0 dropped (exact)" in told[0]
