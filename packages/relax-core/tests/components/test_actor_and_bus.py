@@ -46,6 +46,8 @@ class Trainer:
     def tensors(self) -> Any:
         return []
 
+    def load_state(self, state: Any) -> None: ...
+
     def state(self) -> Any:
         return None
 
@@ -53,7 +55,9 @@ class Trainer:
 class Nothing:
     """Stands for what is beside the point: publisher and checkpoints."""
 
-    def publish(self, version: int, tensors: Any) -> None: ...
+    away: frozenset[str] = frozenset()
+
+    def publish(self, version: int) -> None: ...
     def settle(self) -> None: ...
     def close(self) -> None: ...
     def newest(self) -> Any: ...
