@@ -1,6 +1,7 @@
 """Plain transformers in float64: what every split has to come to. Knows nothing of the backend."""
 
 import math
+from typing import Any
 
 import torch
 from problem import SETTINGS, batches, loss
@@ -54,7 +55,7 @@ def one_step(
     model = load(folder)
     temperature = SETTINGS["temperature"]
     work = batches(seed, vocabulary)
-    named = dict(model.named_parameters())
+    named: dict[str, Any] = dict(model.named_parameters())
     with torch.no_grad():
         scores = {f"before.{i}": logprobs(model, batch, temperature) for i, batch in enumerate(work)}
     total, count = 0.0, 0.0

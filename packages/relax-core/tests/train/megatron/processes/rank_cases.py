@@ -95,9 +95,7 @@ def one_step(
         raw = [[buffer.grad_data.clone() for buffer in _buffers(chunk)] for chunk in optimizer._chunks]
         finalize_model_grads(optimizer._chunks)
         if not actor.get("megatron", {}).get("distributed_optimizer"):
-            gathered(
-                rank, {name: p.main_grad.clone() for name, p in rank._parameters.items()}, place / "grads"
-            )
+            gathered(rank, _main_grads(rank), place / "grads")
         for chunk, copies in zip(optimizer._chunks, raw, strict=True):
             for buffer, copy in zip(_buffers(chunk), copies, strict=True):
                 buffer.grad_data.copy_(copy)
@@ -114,6 +112,10 @@ def one_step(
             "loss": None if found is None else [float(found.loss), found.count, found.metrics],
             "stats": [stats.grad_norm, stats.lr, stats.skipped],
         }
+
+
+def _main_grads(rank: Any) -> dict[str, torch.Tensor]:
+    return {name: parameter.main_grad.clone() for name, parameter in rank._parameters.items()}
 
 
 def _buffers(chunk: Any) -> list[Any]:
@@ -227,9 +229,7 @@ def replayed(folder: str, actor: dict[str, Any], out: str, vocabulary: int) -> d
         live = {layer: bool((c[: len(given)] >= 0).all()) for layer, c in rank._replay.recorded().items()}
         rank.forward_backward(work, loss)
         finalize_model_grads(rank._trained._chunks)
-        gathered(
-            rank, {name: p.main_grad.clone() for name, p in rank._parameters.items()}, Path(out) / "grads"
-        )
+        gathered(rank, _main_grads(rank), Path(out) / "grads")
         return {"followed": followed, "live": live}
 
 

@@ -87,7 +87,7 @@ def install() -> None:
         return own_type(self).replace("torch.", "torch.cuda.", 1)
 
     torch.Tensor.type = type_on_cuda  # type: ignore[method-assign]
-    own_to = torch.Tensor.to
+    own_to: Any = torch.Tensor.to
     torch.Tensor.to = lambda self, *args, **kwargs: own_to(  # type: ignore[method-assign]
         self,
         *(_CPU if _is_cuda(a) else a for a in args),

@@ -3,7 +3,7 @@
 import dataclasses
 import importlib.util
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from megatron.core import parallel_state
@@ -129,9 +129,9 @@ def chunks(plan: Blueprint) -> list[GPTModel]:
             known(ignore_virtual=False, vp_stage=virtual)
             for known in (parallel_state.is_pipeline_first_stage, parallel_state.is_pipeline_last_stage)
         )
-        model = GPTModel(
+        model: Any = GPTModel(
             config=plan.config,
-            transformer_layer_spec=_spec(plan, virtual),
+            transformer_layer_spec=cast("Any", _spec(plan, virtual)),
             vocab_size=plan.padded_vocabulary,
             max_sequence_length=plan.hf.max_position_embeddings,
             pre_process=first,
@@ -160,7 +160,7 @@ def _spec(plan: Blueprint, virtual: int | None) -> TransformerBlockSubmodules:
     if plan.transformer_engine:
         return spec
     return dataclasses.replace(
-        spec, layer_specs=[_with_our_modules(layer) for layer in spec.layer_specs], layer_norm=RMSNorm
+        spec, layer_specs=[_with_our_modules(layer) for layer in spec.layer_specs or []], layer_norm=RMSNorm
     )
 
 

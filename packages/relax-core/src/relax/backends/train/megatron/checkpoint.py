@@ -30,9 +30,9 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, distributed
-from torch.distributed import checkpoint as distributed_checkpoint
-from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
 
 from relax.backends.train.errors import (
     StateCorruptError,
@@ -125,7 +125,7 @@ def load(folder: Path, models: Sequence[GPTModel], optimizer: Optimizer, plan: B
     masters = _has_masters(plan)
     room = moments.empty(parameters, masters) if steps else {}
     try:
-        found = dist_checkpointing.load(_sharded(models, room), str(folder))
+        found: Any = dist_checkpointing.load(_sharded(models, room), str(folder))
     except (CheckpointingException, CheckpointException, KeyError, OSError, EOFError) as error:
         raise StateCorruptError(f"checkpoint {folder} cannot be read: {error}") from error
     for name, model in _named(models):
@@ -179,7 +179,7 @@ class _WriteHere(TorchDistSaveShardedStrategy):
         planner = MCoreSavePlanner(
             dedup_replicated_tensors=False, flatten_state_dict=False, flatten_sharded_tensors=False
         )
-        distributed_checkpoint.save(
+        save_distributed(
             mcore_to_pyt_state_dict(renamed, False),
             storage_writer=FileSystemWriter(checkpoint_dir, thread_count=1),
             planner=planner,
@@ -257,14 +257,19 @@ def _random_state() -> dict[str, Tensor]:
     found = {_CPU: torch.get_rng_state()}
     if torch.cuda.is_available():
         found[_CUDA] = torch.cuda.get_rng_state()
-    found |= {_TRACKER + name: state.cpu() for name, state in get_cuda_rng_tracker().get_states().items()}
+    found |= {_TRACKER + name: state.cpu() for name, state in _tracker().get_states().items()}
     return {name: state.clone() for name, state in found.items()}
+
+
+def _tracker() -> Any:
+    """Megatron's own random states, beside those of torch."""
+    return get_cuda_rng_tracker()
 
 
 def _restore_random_state(found: Mapping[str, Tensor]) -> None:
     torch.set_rng_state(found[_CPU])
     if torch.cuda.is_available():
         torch.cuda.set_rng_state(found[_CUDA])
-    get_cuda_rng_tracker().set_states(
+    _tracker().set_states(
         {name.removeprefix(_TRACKER): state for name, state in found.items() if name.startswith(_TRACKER)}
     )

@@ -12,10 +12,10 @@ import torch
 from dcs.layout import MegatronShape, Piece, TensorSpec, megatron_layout
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.distributed import checkpoint
-from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
 
 from relax.backends.models import ModelFolderError, load_config, text_config
 from relax.backends.train.errors import StateCorruptError, StateMismatchError, StateMissingError
@@ -132,7 +132,7 @@ class _Reader:
             described = self._described(key)
             room = torch.empty(described.size, dtype=described.properties.dtype)
             try:
-                checkpoint.load({key: room}, storage_reader=FileSystemReader(self._folder), no_dist=True)
+                load({key: room}, storage_reader=FileSystemReader(self._folder), no_dist=True)
             except (CheckpointException, OSError, EOFError, RuntimeError) as error:
                 raise StateCorruptError(
                     f"checkpoint {self._folder}: {key} cannot be read: {error}"

@@ -99,15 +99,16 @@ def write(
     if refused:
         raise ExportError(f"export target {folder} is already there and not an empty folder; name a new one")
     files = files_of(plan(layouts), limit)
-    if rank != 0:
+    if rank == 0:
+        with export_folder(source=source, target=folder) as scratch:
+            _told(str(scratch), device)
+            _write_files(scratch, files, tensors, device)
+            describe(scratch, source, files)
+            distributed.barrier()  # all files are there
+    else:
         _write_files(Path(_told("", device)), files, tensors, device)
         distributed.barrier()
-        return
-    with export_folder(source=source, target=folder) as scratch:
-        _told(str(scratch), device)
-        _write_files(scratch, files, tensors, device)
-        describe(scratch, source, files)
-        distributed.barrier()
+    distributed.barrier()  # the folder is in its place
 
 
 def _write_files(

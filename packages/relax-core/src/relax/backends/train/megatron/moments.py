@@ -7,6 +7,7 @@ parameter, so they are kept like it: a checkpoint then resumes under any split.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -145,7 +146,7 @@ def _whole(parameter: nn.Parameter, found: Held | None, kind: str, split: bool) 
     if found is not None:
         flat[found.first : found.first + found.main.numel()] = _value(found, kind).detach().float().flatten()
     expert = not getattr(parameter, "allreduce", True)
-    group = (
+    group: Any = (
         parallel_state.get_expert_data_parallel_group()
         if expert
         else parallel_state.get_data_parallel_group(with_context_parallel=True)

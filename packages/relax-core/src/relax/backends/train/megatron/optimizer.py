@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from megatron.core.distributed import (
@@ -42,12 +43,12 @@ class Optimizer:
 
     def __init__(
         self,
-        chunks: Sequence[DistributedDataParallel],
+        chunks: Sequence[Any],
         settings: TrainerSettings,
         megatron: MegatronSettings,
         dtype: torch.dtype,
     ) -> None:
-        self._chunks = list(chunks)
+        self._chunks: list[Any] = list(chunks)
         self._settings = settings
         self.inner: MegatronOptimizer = get_megatron_optimizer(
             OptimizerConfig(

@@ -1,6 +1,7 @@
 """From the last hidden states to what is asked of them: logprobs of response tokens, or a critic's values."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -10,7 +11,7 @@ from megatron.core.tensor_parallel import (
     reduce_from_tensor_model_parallel_region,
     vocab_parallel_cross_entropy,
 )
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 from relax.backends.train.megatron.packing import Sequence
@@ -54,7 +55,7 @@ def columns_never_said(
 
 def scored(
     hidden_states: Tensor,
-    output_layer: nn.Module,
+    output_layer: Any,
     output_weight: Tensor | None,
     context: tuple[Scoring, Sequence],
     **ignored: object,

@@ -88,7 +88,7 @@ class Replay:
             for module in chunk.modules():
                 if isinstance(module, TopKRouter):
                     # Megatron counts layers over all stages, from 1.
-                    module.router_replay = LayerRoutes(int(module.layer_number) - 1)
+                    module.router_replay = LayerRoutes(int(module.layer_number or 1) - 1)
                     found.append(module.router_replay)
             self._routers.append(found)
 

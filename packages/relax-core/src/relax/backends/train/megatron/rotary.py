@@ -41,6 +41,8 @@ def inverse_frequencies(config: Any) -> Tensor:
 class PackedRotary(nn.Module):
     """Stands where GPTModel has its multimodal rotary embedding, which is told where tokens are."""
 
+    frequencies: Tensor
+
     def __init__(self, frequencies: Tensor) -> None:
         super().__init__()
         self.register_buffer("frequencies", frequencies, persistent=False)
