@@ -14,11 +14,13 @@ has to be set: srun --ntasks-per-node=1 scripts/entrypoint/spmd-multinode.sh CON
   MASTER_ADDR       where the nodes reach rank 0 (default under Slurm: the first of its nodes)
   MASTER_PORT       port of its Ray (default 6379)
   JOIN_SECONDS      longest wait of a node for rank 0 (default 600)
+  RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH   the secret of this cluster, the same on every node (default:
+                    ~/.ray/auth_token, made by rank 0; for nodes that share the home folder)
   RELAX_DOCTOR=1    start nothing: say what would run where and what is wrong (also: --dry-run)
   CLUSTER=FILE      with RELAX_DOCTOR: hold the configuration against the nodes that the file describes
   RELAX=COMMAND, RAY=COMMAND   the commands (the checkout's .venv, else those on PATH)
 
-Ray's ports have to be open between the nodes and closed to others: Ray runs what it is sent.
+Ray's ports have to be open between the nodes and closed to others: its traffic is not encrypted.
 EOF
 }
 
@@ -69,6 +71,10 @@ if [ -z "$head" ]; then
   exit 69
 fi
 
+# Ray runs what it is sent, so only who knows the token may send: RAY_AUTH_TOKEN, the file RAY_AUTH_TOKEN_PATH, or
+# ~/.ray/auth_token, which rank 0 makes when there is none. A node that does not share it cannot join.
+export RAY_AUTH_MODE=${RAY_AUTH_MODE:-token}
+
 listens() { timeout 5 bash -c "exec 3<>/dev/tcp/$head/$port" 2>/dev/null; }
 
 await_head() { # Until the Ray of rank 0 listens.
@@ -97,6 +103,9 @@ fi
 if listens; then
   echo "spmd-multinode.sh: something listens on $head:$port already; choose another MASTER_PORT" >&2
   exit 69
+fi
+if [ "$RAY_AUTH_MODE" = token ] && [ -z "${RAY_AUTH_TOKEN:-}${RAY_AUTH_TOKEN_PATH:-}" ]; then
+  "$ray" get-auth-token --generate >/dev/null
 fi
 # In the background, so that this Ray and no other of the machine is ended with the run.
 "$ray" start --head --node-ip-address "$head" --port "$port" --include-dashboard false \

@@ -2,6 +2,7 @@
 
 import os
 import re
+import secrets
 import socket
 import subprocess
 import sys
@@ -346,7 +347,7 @@ def test_two_nodes_become_a_cluster_that_trains_and_ends_with_the_run(tmp_path):
         "JOIN_SECONDS": "120",
         "RELAX": str(TOOLS / "relax"),
         "RAY": str(TOOLS / "ray"),
-        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "1",
+        "RAY_AUTH_TOKEN": secrets.token_hex(32),
     }
     command = [
         ROOT / "scripts/entrypoint/spmd-multinode.sh",
