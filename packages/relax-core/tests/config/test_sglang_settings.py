@@ -71,6 +71,13 @@ def test_replicas_have_gpus_seeds_and_contexts_of_their_own():
     assert "--device" not in first
 
 
+def test_the_gpus_that_a_launcher_gave_to_one_engine_are_its_own(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "6,7")
+    assert "--base-gpu-id 0" in flags(spec("engine-3", **ON_GPUS))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7")
+    assert "--base-gpu-id 6" in flags(spec("engine-3", **ON_GPUS))
+
+
 def test_data_parallel_ranks_have_gpus_of_their_own_unless_they_share_attention():
     apart = {**ON_GPUS, "data_parallel": 2, "weights": "disk"}
     assert "--base-gpu-id 4" in flags(spec("engine-1", **apart))
