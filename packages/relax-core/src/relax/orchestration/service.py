@@ -122,14 +122,16 @@ class RoleService:
     async def status(self) -> ServiceStatus:
         """State of every worker, and what they reported since the last call."""
         reports: list[Report] = []
-        for name, status in list(self._states.items()):
+        # As they are before their reports are fetched: whoever is done then has said its last word.
+        states = dict(self._states)
+        for name, status in states.items():
             if name not in self._up or status.state == "failed":
                 continue
             try:
                 reports += await self._workers[name].drain.remote()
             except RayActorError:
                 continue  # its watcher says so
-        workers = [*self._states.values(), *(keeper.status for keeper in self._keepers.values())]
+        workers = [*states.values(), *(keeper.status for keeper in self._keepers.values())]
         away = frozenset(name for name, keeper in self._keepers.items() if keeper.away)
         return ServiceStatus(self._incarnation, workers, reports, away)
 
