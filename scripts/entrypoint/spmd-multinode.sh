@@ -97,6 +97,7 @@ if [ "$rank" -ne 0 ]; then
     echo "spmd-multinode.sh: node $rank left while rank 0 goes on (status $status)" >&2
     exit 1
   fi
+  echo "spmd-multinode.sh: rank 0 has ended, and node $rank with it; what Ray said of that above is no fault"
   exit 0
 fi
 
