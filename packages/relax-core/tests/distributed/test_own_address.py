@@ -3,7 +3,6 @@
 import socket
 
 import pytest
-
 from relax.config import resolve
 from relax.distributed.weights import own_address
 from relax.orchestration.services import host_of
