@@ -32,6 +32,7 @@ def test_a_further_turn_appends_the_routes_of_what_is_new():
 
     found = builder.close().routes
 
+    assert found is not None
     assert found.shape == (13, 2, 3)
     assert (found[:6] == 1).all()
     assert (found[6:] == 2).all()
@@ -41,11 +42,13 @@ def test_a_further_turn_appends_the_routes_of_what_is_new():
 def test_the_last_token_of_a_turn_gets_its_route_in_the_next():
     builder = _builder(2)
     builder.append_generation(_generation(1, _routes(2, 1)))
-    assert len(builder.snapshot().routes) == 2
+    assert _length(builder.snapshot().routes) == 2
     builder.append_observation(Encoded(np.arange(1, dtype=np.int32)))
     builder.append_generation(_generation(1, _routes(4, 2)))
 
-    assert builder.close().routes[:, 0, 0].tolist() == [1, 1, 2, 2]
+    found = builder.close().routes
+    assert found is not None
+    assert found[:, 0, 0].tolist() == [1, 1, 2, 2]
 
 
 def test_a_last_turn_that_stayed_empty_leaves_the_observation_without_routes():
@@ -57,7 +60,7 @@ def test_a_last_turn_that_stayed_empty_leaves_the_observation_without_routes():
     transcript = builder.close()
 
     assert len(transcript.tokens) == 12
-    assert len(transcript.routes) == 6
+    assert _length(transcript.routes) == 6
 
 
 def test_an_engine_that_rewrites_its_buffer_changes_no_transcript():
@@ -75,7 +78,7 @@ def test_a_turn_without_routes_ends_them_for_good():
     builder.append_generation(_generation(1, None))
     builder.append_generation(_generation(1, _routes(8, 3)))
 
-    assert len(builder.close().routes) == 6
+    assert _length(builder.close().routes) == 6
 
 
 @pytest.mark.parametrize(
@@ -110,3 +113,8 @@ def test_a_transcript_has_fewer_routes_than_tokens():
         Transcript(**fields, routes=_routes(3, 1))
     with pytest.raises(InvalidValue, match="routes of a transcript: found a numpy array of float64"):
         Transcript(**fields, routes=np.zeros((2, 1, 1)))
+
+
+def _length(routes: np.ndarray | None) -> int:
+    assert routes is not None
+    return len(routes)

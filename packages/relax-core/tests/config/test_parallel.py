@@ -57,4 +57,4 @@ def test_ranks_are_workers_of_the_actor_and_reserve_what_they_need(config):
     assert (actor.workers, actor.ranks) == (("actor",), ("actor-1", "actor-2"))
     assert actor.gpus == 3
     assert actor.cpus == pytest.approx(0.05 + 3 * 0.2)
-    assert "actor, actor-1, actor-2" in next(iter(resolved.table().columns[1].cells))
+    assert "actor, actor-1, actor-2" in str(next(iter(resolved.table().columns[1].cells)))

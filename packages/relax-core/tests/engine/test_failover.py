@@ -4,7 +4,7 @@ import pickle
 from collections.abc import Sequence
 
 import numpy as np
-from agentic import Generation, GenerationRequest, Sampling
+from agentic import FinishReason, Generation, GenerationRequest, Sampling
 from hypothesis import given
 from hypothesis import strategies as st
 from relax.backends.inference.base import Health
@@ -27,7 +27,9 @@ PROMPT = np.array([3, 4, 5], np.int32)
 REQUEST = GenerationRequest("g/0", PROMPT, Sampling(max_new_tokens=6, stop_token_ids=(9,)), seed=11)
 
 
-def generation(tokens: Sequence[int], versions: Sequence[int], reason="length", routes=None) -> Generation:
+def generation(
+    tokens: Sequence[int], versions: Sequence[int], reason: FinishReason = "length", routes=None
+) -> Generation:
     spans: list[tuple[int, int, int]] = []
     for at, version in enumerate(versions):
         if spans and spans[-1][0] == version:

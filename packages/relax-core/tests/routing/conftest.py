@@ -115,6 +115,7 @@ def make_request() -> Callable[..., GenerationRequest]:
 
     def make(name: str, seed: int = 0, length: int = 9, **sampling: Any) -> GenerationRequest:
         tokens = np.random.default_rng(seed).integers(7, 100, length).astype(np.int32)
-        return GenerationRequest(name, tokens, Sampling(**{"max_new_tokens": 12} | sampling), seed)
+        settings: dict[str, Any] = {"max_new_tokens": 12, **sampling}
+        return GenerationRequest(name, tokens, Sampling(**settings), seed)
 
     return make

@@ -83,6 +83,7 @@ async def test_routes_come_out_of_the_bus_as_they_went_in(config, group, queue, 
     assert str(batch.routes.dtype) == f"torch.{packed}"
     assert batch.routes.shape == (offsets[-1], 3, 2)
     for start, end, transcript, row in zip(offsets, offsets[1:], transcripts, rows, strict=False):
+        assert transcript.routes is not None
         fed = len(transcript.routes)
         assert row.dtype == stored
         assert row.nbytes == (len(transcript.tokens) - 1) * routing.bytes_per_token
@@ -103,6 +104,7 @@ async def test_only_tokens_that_the_policy_sampled_are_replayed_when_so_configur
 
     #          prompt   turn  shown   turn (its last token is never fed)
     sampled = [0, 0, 0, 1, 1, 0, 0, 1, 1, 0]
+    assert transcript.routes is not None
     for place, is_sampled in enumerate(sampled * 2):
         expected = transcript.routes[place % 10].tolist() if is_sampled else [[-1, -1]] * 3
         assert batch.routes[place].tolist() == expected

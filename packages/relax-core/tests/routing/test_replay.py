@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from agentic import Generation
 from relax.algorithms.spec import LossInputs, LossOutputs
 from relax.backends.inference.transformers_engine import TransformersEngine
 from relax.backends.routes import Routing
@@ -86,7 +87,8 @@ class Chosen:
 def trainer(trained_folder) -> Callable[..., TorchNative]:
     def make(folding: bool = True, dtype: torch.dtype = torch.float32, **options: Any) -> TorchNative:
         found = TorchNative(trained_folder, settings=SETTINGS, dtype=dtype, options=NativeOptions(**options))
-        found._policy._can_fold &= folding
+        if not folding:
+            vars(found._policy)["_can_fold"] = False
         return found
 
     return make
@@ -123,6 +125,7 @@ def test_the_training_pass_sends_every_token_where_its_route_says(trainer, routi
         if call == 2 * layers:
             by_layer = by_layer[::-1]  # a backward begins at the last layer
         used = torch.stack(by_layer, dim=1)
+        assert batch.routes is not None
         for place, token in _places(batch, layout):
             if int(batch.routes[token, 0, 0]) >= 0:
                 assert used[place].tolist() == batch.routes[token].tolist()
@@ -215,9 +218,11 @@ async def test_a_trainer_follows_the_engine_bit_for_bit_in_bfloat16(
     finally:
         await engine.close()
     rows = [
-        (np.concatenate([r.tokens, found[r.id].tokens]), len(r.tokens), found[r.id].routes) for r in requests
+        (np.concatenate([r.tokens, found[r.id].tokens]), len(r.tokens), _routes_of(found[r.id]))
+        for r in requests
     ]
     batch = batch_of(rows)
+    assert batch.routes is not None
     told = np.concatenate([found[r.id].logprobs for r in requests])
     ours = trainer(dtype=torch.bfloat16, folding=False)
     chosen = Chosen(ours)
@@ -264,6 +269,7 @@ def test_without_routes_routers_choose_for_themselves(trainer, routing, oracle, 
 def test_a_token_without_a_route_is_routed_freely_among_others_that_are_led(trainer, routing):
     batch = batch_of(random_rows(routing, SHAPES["padded"]))
     free = [2, 7, 13]
+    assert batch.routes is not None
     batch.routes[free] = -1
     ours = trainer(folding=False)
     chosen = Chosen(ours)
@@ -327,4 +333,12 @@ def test_a_replica_is_given_the_routes_of_its_own_rows_and_no_others(routing):
 
     assert sorted(row for piece in pieces for row in piece.rows) == list(range(5))
     for piece in pieces:
-        assert torch.equal(piece.batch.routes, batch_of([rows[row] for row in piece.rows]).routes)
+        expected = batch_of([rows[row] for row in piece.rows]).routes
+        assert piece.batch.routes is not None
+        assert expected is not None
+        assert torch.equal(piece.batch.routes, expected)
+
+
+def _routes_of(generation: Generation) -> np.ndarray:
+    assert generation.routes is not None
+    return generation.routes

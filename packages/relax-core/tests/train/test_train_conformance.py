@@ -2,21 +2,21 @@
 
 import pytest
 from relax.backends.train import conformance
-from relax.backends.train.registry import train_backend
 from relax.backends.train.settings import TrainerSettings
+from relax.backends.train.torch_native import TorchNative
 
 
 @pytest.mark.parametrize("kind", ["text", "vision"])
 @pytest.mark.parametrize("check", conformance.CHECKS, ids=lambda check: check.__name__)
 def test_torch_native(check, kind, request, tmp_path):
     folder = request.getfixturevalue(f"{kind}_folder")
-    check(lambda model, settings: train_backend("torch_native")(model, settings=settings), folder, tmp_path)
+    check(lambda model, settings: TorchNative(model, settings=settings), folder, tmp_path)
 
 
 def test_a_backend_that_forgets_the_temperature_is_caught(text_folder, tmp_path):
     def forgetful(model, settings):
         plain = TrainerSettings(lr=settings.lr)
-        return train_backend("torch_native")(model, settings=plain)
+        return TorchNative(model, settings=plain)
 
     with pytest.raises(AssertionError, match="logprobs differ"):
         conformance.logprobs_equal_plain_transformers(forgetful, text_folder, tmp_path)
@@ -24,7 +24,7 @@ def test_a_backend_that_forgets_the_temperature_is_caught(text_folder, tmp_path)
 
 def test_a_backend_whose_state_is_no_copy_is_caught(text_folder, tmp_path):
     def sharing(model, settings):
-        backend = train_backend("torch_native")(model, settings=settings)
+        backend = TorchNative(model, settings=settings)
         copying = backend.state
 
         def state():

@@ -135,8 +135,8 @@ class ActorSettings(ParallelSettings):
     as many whole groups as fit, at least one. Takes the place of `micro_batch_size`.
     """
     routing_replay: bool = False
-    """Mixtures of experts only: the trainer sends every token to the experts that the engine sent it to when it
-    was sampled (R3), in the training pass and for old logprobs; not in reference passes.
+    """Mixtures of experts only: the trainer sends every token to the experts that the engine sent it to when
+    it was sampled (R3), in the training pass and for old logprobs; not in reference passes.
     """
     routing_replay_tokens: Literal["all", "sampled"] = "all"
     """With `routing_replay`: of all tokens, or only of those that the policy sampled; the others are routed

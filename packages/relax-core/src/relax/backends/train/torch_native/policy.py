@@ -36,6 +36,8 @@ class Policy(nn.Module):
         UntrainableModelError: there is more between the last hidden state and the logits than a layer.
     """
 
+    _can_fold: bool
+
     def __init__(self, model: PreTrainedModel, folder: Path, temperature: float, packing: bool) -> None:
         super().__init__()
         self.model = model
