@@ -114,7 +114,7 @@ def test_a_role_that_dies_ends_the_run_with_its_name_and_no_hang(command: Start)
 
 def test_an_engine_that_is_killed_loses_nothing_and_comes_back(command: Start) -> None:
     before = surroundings()
-    long = ("rollout.max_new_tokens=160", "steps=100000")  # it is generating whenever one looks
+    long = ("rollout.max_new_tokens=160", "steps=100000")  # it is generating most of the time
     started = command("train", "configs/quickstart.yaml", *SMALL, *long)
     started.wait_for(lambda: started.steps_done() >= 1, timeout=300)
     family = started.descendants()
@@ -125,7 +125,6 @@ def test_an_engine_that_is_killed_loses_nothing_and_comes_back(command: Start) -
     assert started.steps_done() > done  # by the engine that was left
     assert lost["engine"] == back["engine"] == "engine-1"
     assert "process died" in lost["reason"]
-    assert lost["requests"] > 0
     assert back["version"] > 0
     family += started.descendants()
     os.killpg(started.process.pid, signal.SIGINT)
@@ -162,7 +161,9 @@ def test_ten_engines_killed_at_random_lose_nothing(command: Start) -> None:
     os.killpg(started.process.pid, signal.SIGINT)
     run = started.finish(timeout=90)
     assert run.code == 0, run.output
-    assert len(happened(run.folder, "engine lost")) == 10
+    lost = happened(run.folder, "engine lost")
+    assert len(lost) == 10
+    assert any(event["requests"] for event in lost)  # some were in the middle of an answer
     assert happened(run.folder, "engine given up") == []
     check_exact(run)
 

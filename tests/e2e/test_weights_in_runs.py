@@ -81,8 +81,8 @@ def kill_coordinator(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callabl
     def arm(after: int) -> list[int]:
         serve, killed = dcs.serve, []
 
-        def watched(**options: Any) -> dcs.CoordinatorProcess:
-            process = serve(**options)
+        def watched(*where: Any, **options: Any) -> dcs.CoordinatorProcess:
+            process = serve(*where, **options)
 
             def kill() -> None:
                 deadline = time.monotonic() + 90
