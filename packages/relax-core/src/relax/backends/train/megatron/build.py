@@ -18,6 +18,7 @@ from relax.backends.train.errors import SettingsError, UntrainableModelError
 from relax.backends.train.megatron.attention import PackedAttention
 from relax.backends.train.megatron.families import FAMILIES, Family
 from relax.backends.train.megatron.norm import RMSNorm
+from relax.backends.train.megatron.padding_token import keep_untrained
 from relax.backends.train.megatron.rotary import PackedRotary, inverse_frequencies
 from relax.backends.train.megatron.value_head import ValueHead
 from relax.config.megatron import MegatronSettings
@@ -142,6 +143,9 @@ def chunks(plan: Blueprint) -> list[GPTModel]:
             position_embedding_type="mrope",
             vp_stage=virtual,
         )
+        padding = getattr(plan.hf, "pad_token_id", None)
+        if first and padding is not None:
+            keep_untrained(model.embedding.word_embeddings, padding)
         model.rotary_pos_emb = PackedRotary(frequencies.to(_device(model)))
         if last and plan.critic:
             model.output_layer = ValueHead(plan.config).to(_device(model))
