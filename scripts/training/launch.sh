@@ -13,7 +13,7 @@ launch() {
     case $word in
       -h | --help)
         cat <<EOF
-usage: scripts/training/${0##*/scripts/training/} [--dry-run] [key=value ...]
+usage: scripts/training/${0##*scripts/training/} [--dry-run] [key=value ...]
 
 $about
 
