@@ -148,12 +148,17 @@ def test_ten_engines_killed_at_random_lose_nothing(command: Start) -> None:
     chosen = random.Random(5)
     for kill in range(10):
         time.sleep(chosen.uniform(0.0, 2.0))
-        alive = [f"engine-{number}.jsonl" for number in (0, 1)]
-        chosen.shuffle(alive)
-        for file in alive:  # one of them may be on its way back
-            with contextlib.suppress(AssertionError):
-                holder(started.descendants(), file).send_signal(signal.SIGKILL)
-                break
+        files = [f"engine-{number}.jsonl" for number in (0, 1)]
+        chosen.shuffle(files)
+
+        def kill_one(files: list[str] = files) -> bool:
+            for file in files:
+                with contextlib.suppress(AssertionError):
+                    holder(started.descendants(), file).send_signal(signal.SIGKILL)
+                    return True
+            return False  # both are on their way back
+
+        started.wait_for(kill_one, timeout=120)
         started.wait_for(lambda kill=kill: len(happened(started.folder, "engine lost")) > kill, timeout=120)
         steps = started.steps_done()
         started.wait_for(lambda steps=steps: started.steps_done() > steps, timeout=300)
