@@ -14,24 +14,11 @@ Runs a configuration on this machine alone, with all of its GPUs.
 EOF
 }
 
-root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
-dry=${RELAX_DOCTOR:-0}
-words=()
-for word in "$@"; do
-  case $word in
-    -h | --help) usage; exit 0 ;;
-    --dry-run) dry=1 ;;
-    -*) echo "local.sh: there is no option $word; see --help" >&2; exit 64 ;;
-    *) words+=("$word") ;;
-  esac
-done
-if [ ${#words[@]} -eq 0 ]; then
-  usage >&2
-  exit 64
-fi
+# shellcheck source=scripts/entrypoint/words.sh
+source "$(dirname "${BASH_SOURCE[0]}")/words.sh"
+read_words "$@"
 
-relax=${RELAX:-}
-[ -n "$relax" ] || { [ -x "$root/.venv/bin/relax" ] && relax=$root/.venv/bin/relax; } || relax=relax
+relax=${RELAX:-$(command_of relax)}
 
 if [ "$dry" != 0 ]; then
   exec "$relax" doctor "${words[@]}" ray.address=null ${CLUSTER:+--cluster "$CLUSTER"}

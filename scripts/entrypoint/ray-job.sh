@@ -19,25 +19,9 @@ data and run folder, and a network on which they reach each other.
 EOF
 }
 
-root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
-dry=${RELAX_DOCTOR:-0}
-words=()
-for word in "$@"; do
-  case $word in
-    -h | --help) usage; exit 0 ;;
-    --dry-run) dry=1 ;;
-    -*) echo "ray-job.sh: there is no option $word; see --help" >&2; exit 64 ;;
-    *) words+=("$word") ;;
-  esac
-done
-if [ ${#words[@]} -eq 0 ]; then
-  usage >&2
-  exit 64
-fi
-
-command_of() { # NAME: the checkout's, else the one on PATH
-  if [ -x "$root/.venv/bin/$1" ]; then echo "$root/.venv/bin/$1"; else echo "$1"; fi
-}
+# shellcheck source=scripts/entrypoint/words.sh
+source "$(dirname "${BASH_SOURCE[0]}")/words.sh"
+read_words "$@"
 
 if [ "$dry" != 0 ]; then
   exec "${RELAX:-$(command_of relax)}" doctor "${words[@]}" ray.address=auto ${CLUSTER:+--cluster "$CLUSTER"}

@@ -24,25 +24,10 @@ Ray's ports have to be open between the nodes and closed to others: its traffic 
 EOF
 }
 
-root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
-dry=${RELAX_DOCTOR:-0}
-words=()
-for word in "$@"; do
-  case $word in
-    -h | --help) usage; exit 0 ;;
-    --dry-run) dry=1 ;;
-    -*) echo "spmd-multinode.sh: there is no option $word; see --help" >&2; exit 64 ;;
-    *) words+=("$word") ;;
-  esac
-done
-if [ ${#words[@]} -eq 0 ]; then
-  usage >&2
-  exit 64
-fi
+# shellcheck source=scripts/entrypoint/words.sh
+source "$(dirname "${BASH_SOURCE[0]}")/words.sh"
+read_words "$@"
 
-command_of() { # NAME: the checkout's, else the one on PATH
-  if [ -x "$root/.venv/bin/$1" ]; then echo "$root/.venv/bin/$1"; else echo "$1"; fi
-}
 relax=${RELAX:-$(command_of relax)}
 ray=${RAY:-$(command_of ray)}
 

@@ -58,18 +58,19 @@ def _end_all() -> None:
     """Kill and reap until there is no descendant left; what is orphaned meanwhile becomes a child."""
     with contextlib.suppress(ChildProcessError):
         while True:
-            for pid in _descendants(os.getpid()):
+            for pid in descendants(os.getpid()):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             os.waitpid(-1, 0)
 
 
-def _descendants(pid: int) -> list[int]:
+def descendants(pid: int) -> list[int]:
+    """All processes below `pid`, parents first."""
     found: list[int] = []
     for children in Path(f"/proc/{pid}/task").glob("*/children"):
         with contextlib.suppress(OSError):  # it has ended meanwhile
             for child in children.read_text().split():
-                found += [int(child), *_descendants(int(child))]
+                found += [int(child), *descendants(int(child))]
     return found
 
 

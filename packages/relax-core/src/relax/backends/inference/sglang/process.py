@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 
 from relax.backends.inference.errors import EngineError, EngineTimeout
+from relax.backends.inference.sglang.guard import descendants
 
 GUARD = Path(__file__).with_name("guard.py")
 PROBE_SECONDS = 0.25
@@ -107,7 +108,7 @@ class ServerProcess:
 
     def parts(self) -> list[int]:
         """The server's own processes below its main one: those whose names begin with `sglang::`."""
-        return [pid for pid in _descendants(self._process.pid) if _title(pid).startswith("sglang::")]
+        return [pid for pid in descendants(self._process.pid) if _title(pid).startswith("sglang::")]
 
     def tail(self) -> str:
         """The last lines of the log since this start, under its name, and before them the first that speak of
@@ -177,15 +178,6 @@ class ServerProcess:
         for descriptor in descriptors:
             self._loop.remove_reader(descriptor)
             os.close(descriptor)
-
-
-def _descendants(pid: int) -> list[int]:
-    found: list[int] = []
-    for children in Path(f"/proc/{pid}/task").glob("*/children"):
-        with contextlib.suppress(OSError):  # it has ended meanwhile
-            for child in children.read_text().split():
-                found += [int(child), *_descendants(int(child))]
-    return found
 
 
 def _title(pid: int) -> str:
