@@ -1,6 +1,6 @@
-"""Compiles the loops of `dcs.delta` into the wheel. Without a C compiler it is pure, and numpy does the work.
+"""Compiles the loops of `dcs` into the wheel. Without a C compiler it is pure; numpy and torch do the work.
 
-The library needs no other and no Python, so one wheel is for every Python of its platform.
+A library needs no other and no Python, so one wheel is for every Python of its platform.
 """
 
 import os
@@ -15,30 +15,37 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface  # pyright: ignore[reportMissingImports]  # there while a wheel is built
 
 FLAGS = ["-O3", "-fPIC", "-shared", "-fvisibility=hidden", "-ffreestanding", "-nostdlib", "-Wall", "-Wextra"]
-MACHINES = ("x86_64", "aarch64")
+PACKAGE = "src/dcs"
+# The library, its source, and the machines that it is written for.
+KERNELS = (
+    ("delta/_kernel.so", "delta/kernel.c", ("x86_64", "aarch64")),
+    ("memory/_streaming.so", "memory/streaming.c", ("x86_64",)),
+)
 
 
 class KernelBuildHook(BuildHookInterface):
-    """Puts `_kernel.so` beside `kernel.c`, for a wheel and an editable installation alike."""
+    """Puts the libraries beside their sources, for a wheel and an editable installation alike."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Compile, and name the platform; environment: `CC`, and `DCS_KERNEL=0` for a wheel without."""
-        source = Path(self.root) / "src/dcs/delta/kernel.c"
-        library = source.with_name("_kernel.so")
-        why = self._compile(source, library)
-        if why:
-            library.unlink(missing_ok=True)
-            self.app.display_warning(f"relax-dcs without its compiled kernel ({why}): numpy applies deltas")
-            return
-        build_data["pure_python"] = False
-        build_data["tag"] = f"py3-none-manylinux_2_17_{platform.machine()}"
-        build_data["artifacts"].append("src/dcs/delta/_kernel.so")
+        for name, source, machines in KERNELS:
+            library = Path(self.root) / PACKAGE / name
+            why = self._compile(Path(self.root) / PACKAGE / source, library, machines)
+            if why:
+                library.unlink(missing_ok=True)
+                self.app.display_warning(
+                    f"relax-dcs without compiled {source} ({why}): slower, the same bits"
+                )
+                continue
+            build_data["pure_python"] = False
+            build_data["tag"] = f"py3-none-manylinux_2_17_{platform.machine()}"
+            build_data["artifacts"].append(f"{PACKAGE}/{name}")
 
-    def _compile(self, source: Path, library: Path) -> str:
+    def _compile(self, source: Path, library: Path, machines: tuple[str, ...]) -> str:
         """Why there is no library; "" when there is."""
         if os.environ.get("DCS_KERNEL") == "0":
             return "DCS_KERNEL is 0"
-        if sys.platform != "linux" or platform.machine() not in MACHINES:
+        if sys.platform != "linux" or platform.machine() not in machines:
             return f"no loops for {sys.platform} on {platform.machine()}"
         compiler = shlex.split(os.environ.get("CC", "")) or [shutil.which("cc") or shutil.which("gcc") or ""]
         if not compiler[0]:

@@ -10,6 +10,7 @@ from dcs.appliers.names import NameMap, SameNames
 from dcs.appliers.version import Applied, Version, check, in_dtype
 from dcs.errors import ApplyFailed, LayoutMismatch
 from dcs.layout import Layout, of
+from dcs.memory import streaming
 
 _SAME = SameNames()
 
@@ -89,8 +90,7 @@ class StateDictApplier:
             paused = perf_counter()
             self.usable = False
             try:
-                for name, target in self._targets.items():
-                    target.copy_(version.tensors[name], non_blocking=True)
+                streaming.copy((target, version.tensors[name]) for name, target in self._targets.items())
                 for device in self._devices:
                     torch.cuda.synchronize(device)
             except Exception as error:

@@ -13,6 +13,7 @@ from typing import Final
 
 import numpy as np
 
+from dcs import compiled
 from dcs.delta.difference import DTYPES, Bytes, Values
 from dcs.delta.gaps import Gaps
 
@@ -114,13 +115,5 @@ def found() -> Found:
 
 
 def _load(path: Path) -> Found:
-    if not path.exists():
-        return Found(None, "this installation has no compiled kernel")
-    try:
-        library = ctypes.CDLL(str(path))
-        abi = library.dcs_abi()
-    except (OSError, AttributeError) as error:
-        return Found(None, f"the compiled kernel cannot be loaded: {error}")
-    if abi != _ABI:
-        return Found(None, f"the compiled kernel is of another version ({abi}, expected {_ABI})")
-    return Found(Kernel(library), "")
+    library, why = compiled.load(path, "dcs_abi", _ABI)
+    return Found(None if library is None else Kernel(library), why)

@@ -17,8 +17,9 @@ import xxhash
 from dcs.errors import DcsError, LayoutMismatch, NoMemory
 from dcs.layout import Layout, local, spec_of
 from dcs.layout.tensors import FLOATING, TensorSpec
+from dcs.memory import streaming
 
-_BLOCK_BYTES = 1 << 20  # that are copied and then hashed, while they are in cache
+_BLOCK_BYTES = 256 << 10  # that are copied and then hashed, while they are in cache
 _numbers = itertools.count(1)
 
 
@@ -96,27 +97,42 @@ class Arena:
         any device, be non-contiguous, share storage, or require gradients; they must have been checked with
         `check`.
         """
-        hashes = _Hashes(self.memory, chunk_bytes)
+        hashes = _Hashes(chunk_bytes)
+        loop = streaming.loaded() if self.nbytes >= streaming.WORTH_BYTES else None
+        done = 0
         with torch.no_grad():
             for (name, view), end in zip(self.tensors.items(), self._ends, strict=True):
                 tensor = local(tensors[name])
-                source = _bytes_of(tensor, view.dtype)
-                if source is None:
-                    view.copy_(tensor)
+                start = end - view.nbytes
+                hashes.add(self.memory[done:start])  # of the gap before it
+                if streaming.is_plain(view, tensor):
+                    self._fill_plain(start, tensor, hashes, loop)
                 else:
-                    start = end - len(source)
-                    for block in range(0, len(source), _BLOCK_BYTES):
-                        stop = min(block + _BLOCK_BYTES, len(source))
-                        np.copyto(self.flat[start + block : start + stop], source[block:stop])
-                        hashes.up_to(start + stop)
-                hashes.up_to(end)
+                    view.copy_(tensor)
+                    hashes.add(self.memory[start:end])
+                done = end
+        hashes.add(self.memory[done:])
         return hashes.finish()
+
+    def _fill_plain(
+        self, start: int, tensor: torch.Tensor, hashes: "_Hashes", loop: streaming.Streaming | None
+    ) -> None:
+        """Copy and hash by blocks. What was copied past the caches is hashed where it came from."""
+        source = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+        target = self.flat[start : start + len(source)]
+        for at in range(0, len(source), _BLOCK_BYTES):
+            block = slice(at, at + _BLOCK_BYTES)
+            if loop is None:
+                np.copyto(target[block], source[block])
+                hashes.add(memoryview(target[block]))
+            else:
+                loop.block(target[block], source[block])
+                hashes.add(memoryview(source[block]))
 
     def copy(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """`fill` without the hashes, which is a third cheaper."""
         with torch.no_grad():
-            for name, view in self.tensors.items():
-                view.copy_(local(tensors[name]))
+            streaming.copy((view, local(tensors[name])) for name, view in self.tensors.items())
 
     def close(self) -> None:
         """Close the descriptor. The memory goes when the last view of it goes, here and elsewhere."""
@@ -126,41 +142,34 @@ class Arena:
 
 
 class _Hashes:
-    """xxh3-64 of the chunks of a buffer that is filled from its start."""
+    """xxh3-64 of the chunks of a buffer, whose bytes are given from its start."""
 
-    def __init__(self, memory: memoryview, chunk_bytes: int) -> None:
-        self._memory = memory
+    def __init__(self, chunk_bytes: int) -> None:
         self._chunk_bytes = chunk_bytes
-        self._done = 0
+        self._held = 0  # bytes of the chunk at hand
         self._state = xxhash.xxh3_64()
         self._found: list[int] = []
 
-    def up_to(self, end: int) -> None:
-        """The bytes before `end` are there."""
-        while self._done < end:
-            stop = min(end, (len(self._found) + 1) * self._chunk_bytes)
-            self._state.update(self._memory[self._done : stop])
-            self._done = stop
-            if stop == (len(self._found) + 1) * self._chunk_bytes:
+    def add(self, memory: memoryview) -> None:
+        """The next bytes."""
+        while len(memory):
+            room = self._chunk_bytes - self._held
+            self._state.update(memory[:room])
+            self._held += min(room, len(memory))
+            memory = memory[room:]
+            if self._held == self._chunk_bytes:
                 self._close()
 
     def finish(self) -> tuple[int, ...]:
         """All hashes; the last chunk may be short."""
-        if self._done > len(self._found) * self._chunk_bytes:
+        if self._held:
             self._close()
         return tuple(self._found)
 
     def _close(self) -> None:
         self._found.append(self._state.intdigest())
         self._state.reset()
-
-
-def _bytes_of(tensor: torch.Tensor, dtype: torch.dtype) -> np.ndarray | None:
-    """The bytes of a tensor as they lie in host memory; None when it has to be converted first."""
-    plain = tensor.device.type == "cpu" and tensor.dtype == dtype and tensor.is_contiguous()
-    if not plain or tensor.is_conj() or tensor.is_neg():
-        return None
-    return tensor.detach().reshape(-1).view(torch.uint8).numpy()
+        self._held = 0
 
 
 def _is_plainly(tensor: object, spec: TensorSpec) -> bool:
