@@ -5,9 +5,11 @@ import gc
 import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import dcs
 import torch
+from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from torch import Tensor, distributed
 
@@ -61,7 +63,7 @@ class MegatronRank:
         hf = text_config(whole)
         options, dtype = spec.actor.megatron, torch_dtype(spec.actor.dtype)
         self._routing = routing_of(hf.to_dict())
-        self._plan = build.blueprint(
+        self._plan = self._planned(
             hf,
             parallel=spec.actor.parallel,
             settings=options,
@@ -75,10 +77,8 @@ class MegatronRank:
         try:
             model_parallel_cuda_manual_seed(spec.seed)
             torch.manual_seed(spec.seed)
-            models = build.chunks(self._plan)
-            self._layout = weights.rank_layout(self._plan)
+            models = self._built(spec.seed)
             self._parameters = weights.local_names(models)
-            weights.fill(self._parameters, self._layout, weights.open_source(self.folder, seed=spec.seed))
             self._replay = (
                 replay.Replay(models, self._routing, keep=options.recompute == "full")
                 if self._routing
@@ -102,6 +102,20 @@ class MegatronRank:
         self._steps = 0
         self._accumulated = 0
         self._warming = False
+
+    # What a rank of a model that megatron-bridge maps does otherwise
+
+    def _planned(self, hf: Any, **settled: Any) -> build.Blueprint:
+        """What this rank's part is built from; arguments of `build.blueprint`."""
+        return build.blueprint(hf, **settled)
+
+    def _built(self, seed: int) -> list[GPTModel]:
+        """This rank's part of the model with its weights."""
+        models = build.chunks(self._plan)
+        self._layout = weights.rank_layout(self._plan)
+        named = weights.local_names(models)
+        weights.fill(named, self._layout, weights.open_source(self.folder, seed=seed))
+        return models
 
     @property
     def coordinates(self) -> Coordinates:
