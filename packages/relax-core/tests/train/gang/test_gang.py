@@ -3,13 +3,14 @@
 import os
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import dcs
 import pytest
 import torch
 from relax.backends.train.conformance import make_rows, pack
-from relax.backends.train.errors import BatchError, RankFailed, StepOrderError
+from relax.backends.train.errors import BatchError, RankFailed, StateMissingError, StepOrderError
 from relax.backends.train.gang.gang import Gang
 from relax.backends.train.torch_native import TorchNative
 from relax.backends.train.torch_native.shard_files import read_whole
@@ -164,8 +165,42 @@ def test_verbs_out_of_order_and_foreign_losses_are_refused_and_break_nothing(gan
     gang.forward(batch())
 
 
+BAD = {
+    "tokens": lambda good: replace(good, tokens=good.tokens + 100_000),
+    "row": lambda good: replace(good, prompt_lengths=good.prompt_lengths * 0),
+    "column": lambda good: replace(good, fields={"loss_mask": good.fields["loss_mask"]}),
+    "short column": lambda good: replace(
+        good, fields=good.fields | {"advantages": good.fields["advantages"][:-1]}
+    ),
+    "routes": lambda good: replace(good, routes=torch.zeros(len(good.tokens), 2, 2, dtype=torch.int16)),
+    "media": lambda good: replace(good, media=[[{"kind": "image"}]] * good.rows),
+    "long row": lambda good: batch(lengths=[(3, 4), (100, 60)]),
+}
+
+
+def test_a_bad_batch_is_refused_before_any_rank_sees_it_and_breaks_nothing(gang, loss):
+    good = batch()
+    before = gang.forward(good)
+    for what, spoiled in BAD.items():
+        with pytest.raises(BatchError):
+            gang.forward_backward(spoiled(good), loss)
+        if what != "column":  # which a forward does not read
+            with pytest.raises(BatchError):
+                gang.forward(spoiled(good))
+    with pytest.raises(StepOrderError, match="without a gradient"):
+        gang.optim_step(1.0)
+    gang.forward_backward(good, loss)
+    for scale in (0.0, float("inf"), float("nan")):
+        with pytest.raises(BatchError, match="scale is"):
+            gang.optim_step(scale)
+    gang.discard_gradient()
+    with pytest.raises(StateMissingError):
+        gang.load(Path("/no such folder"))
+    assert torch.equal(gang.forward(good), before)
+
+
 def test_what_breaks_is_named_and_ends_all_ranks(running, kind):
-    """The last test of a gang: one is killed, the other is told of an error that only its rank 1 can see."""
+    """The last test of a gang: one is killed, the other meets a fault that only its rank 1 has."""
     gang, _ = running
     (pid,) = gang.pids
     begun = time.monotonic()
@@ -174,14 +209,11 @@ def test_what_breaks_is_named_and_ends_all_ranks(running, kind):
         with pytest.raises(RankFailed, match=rf"rank 1 of 2 .*(pid {pid}|killed by signal 9)") as caught:
             gang.forward(batch())
     else:
-        # The second row goes to rank 1, and only a model knows that it has no such token.
-        rows = make_rows(60, [(3, 4), (3, 4)])
-        rows[1]["tokens"] = rows[1]["tokens"] + 100_000
         with pytest.raises(
-            RankFailed, match=r"rank 1 of 2 failed in forward: BatchError: token ids"
+            RankFailed, match=r"rank 1 of 2 failed in no such verb: ValueError: there is no verb"
         ) as caught:
-            gang.forward(pack(rows))
-        assert "padding.py" in str(caught.value), "the traceback of the rank"
+            gang._call("no such verb", {}, lambda: None)
+        assert "verbs.py" in str(caught.value), "the traceback of the rank"
     assert caught.value.rank == 1
     assert time.monotonic() - begun < 20
     with pytest.raises(RankFailed, match="in a gang that is broken"):

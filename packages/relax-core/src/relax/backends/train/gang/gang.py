@@ -1,6 +1,7 @@
 """The leader's trainer: a `TrainBackend` over all ranks, of which its own is rank 0."""
 
 import contextlib
+import math
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -11,8 +12,15 @@ from torch import Tensor
 
 from relax.algorithms.spec import LossOutputs
 from relax.backends.train.base import LossFn, Packed, StepStats
-from relax.backends.train.errors import BatchError, RankFailed, StepOrderError
+from relax.backends.train.errors import (
+    BatchError,
+    RankFailed,
+    StateFileError,
+    StateMissingError,
+    StepOrderError,
+)
 from relax.backends.train.export import export_folder
+from relax.backends.train.gang.admission import TRAINED, admission_of
 from relax.backends.train.gang.control import Control, distributed
 from relax.backends.train.gang.failures import is_consequence
 from relax.backends.train.gang.processes import RankProcess, first_failure
@@ -33,7 +41,8 @@ class Gang:
     """Trains with many ranks as if they were one. One thread calls it at a time.
 
     A rank that raises, dies or falls silent breaks the gang: the call at hand and all after it raise
-    `RankFailed`, and every other rank ends.
+    `RankFailed`, and every other rank ends. A batch that does not fit the model is refused before any rank
+    is told of it, and breaks nothing.
 
     Args:
         seat: where the ranks come to.
@@ -84,6 +93,7 @@ class Gang:
         backend, _ = build(self._seat.job(0))
         ready = self._leash.wait_ready(seconds, self._exited)
         self._member = Member(backend, self._loss)
+        self._admission = admission_of(self._task.folder)
         own = backend.coordinates
         places = [(own.data_rank, own.speaks), *((at.data_rank, at.speaks) for at in ready)]
         self._data_rank = [place for place, _ in places]
@@ -109,7 +119,12 @@ class Gang:
         return [process.pid for process in self._processes]
 
     def forward(self, batch: Packed) -> Tensor:
-        """float32 [total response]: the logprob of each response token, no gradient."""
+        """float32 [total response]: the logprob of each response token, no gradient.
+
+        Raises:
+            BatchError: the batch contradicts itself or does not fit the model.
+            RankFailed: a rank failed.
+        """
         pieces = self._cut(batch)
         answers = self._batches("forward", {}, pieces, lambda own: self._own.forward(own))
         return in_row_order(batch, pieces, [answers[rank] for rank in self._speakers])
@@ -118,7 +133,8 @@ class Gang:
         """Accumulate the gradient of the unscaled loss sum of one micro-batch; sums over all ranks.
 
         Raises:
-            BatchError: the batch contradicts itself, or the loss is not the one that the ranks know.
+            BatchError: the batch contradicts itself or does not fit the model, or the loss is not the one
+                that the ranks know.
             RankFailed: a rank failed.
         """
         if loss != self._loss:
@@ -126,7 +142,7 @@ class Gang:
                 f"a gang trains with the loss of its algorithm, {self._task.algorithm[0]}: the ranks cannot "
                 "be sent another one"
             )
-        pieces = self._cut(batch)
+        pieces = self._cut(batch, TRAINED)
         answers = self._batches(
             "forward_backward", {}, pieces, lambda own: self._own.forward_backward(own, loss)
         )
@@ -138,11 +154,14 @@ class Gang:
 
         Raises:
             StepOrderError: no gradient was accumulated.
+            BatchError: the scale is not a finite number above 0, as when the global count was 0.
         """
         if not self._accumulated:
             raise StepOrderError(
                 "optim_step without a gradient: call forward_backward at least once before it"
             )
+        if not (math.isfinite(scale) and scale > 0):
+            raise BatchError(f"scale is {scale}; it has to be 1 / a global count above 0")
         stats = self._call("optim_step", {"scale": scale}, lambda: self._own.backend.optim_step(scale))[0]
         self._accumulated = 0
         return stats
@@ -158,7 +177,7 @@ class Gang:
             raise StepOrderError(
                 f"supervised_step between {self._accumulated} forward_backward and their optim_step"
             )
-        pieces = self._cut(batch)
+        pieces = self._cut(batch, ("loss_mask",))
         count = int(required(batch, "loss_mask").count_nonzero())
         if count == 0:
             raise BatchError("loss_mask marks no response token, so there is nothing to learn")
@@ -178,11 +197,17 @@ class Gang:
         """Every rank writes its part into the folder, which the ranks make."""
         if self._accumulated:
             raise StepOrderError(f"save between {self._accumulated} forward_backward and their optim_step")
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise StateFileError(
+                f"state folder {folder} is already there; states are never overwritten, name a new one"
+            )
         folder.parent.mkdir(parents=True, exist_ok=True)
         self._on_disk("save", folder)
 
     def load(self, folder: Path) -> None:
         """Go on from what `save` wrote, perhaps by ranks that were split otherwise."""
+        if not folder.is_dir():
+            raise StateMissingError(f"there is no state folder {folder}")
         self._on_disk("load", folder)
         self._accumulated = 0
 
@@ -250,7 +275,9 @@ class Gang:
         assert self._member is not None, "the gang has not come together"
         return self._member
 
-    def _cut(self, batch: Packed) -> list[list[Piece]]:
+    def _cut(self, batch: Packed, columns: Sequence[str] = ()) -> list[list[Piece]]:
+        """The pieces of a batch that fits the model and has the columns."""
+        self._admission.require(batch, columns)
         actor = self._task.actor
         stages = actor.pipeline_parallel
         return cut(
