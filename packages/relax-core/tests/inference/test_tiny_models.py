@@ -129,5 +129,5 @@ def test_the_tiny_mixture_of_experts_is_what_transformers_calls_qwen3_moe(tmp_pa
     assert dict(named_weights(model))["model.layers.0.mlp.experts.gate_up_proj"].shape == (4, 96, 64)
     with pytest.raises(ValueError, match="num_experts_per_tok is 9; 8 experts take 1 to 8"):
         write_tiny(tmp_path, "qwen3_moe", num_experts_per_tok=9)
-    with pytest.raises(ValueError, match="for qwen3_moe; qwen3 has no experts"):
+    with pytest.raises(ValueError, match="for qwen3_moe and qwen3_omni; qwen3 has no experts"):
         write_tiny(tmp_path, num_experts=4)

@@ -5,6 +5,7 @@ weights are drawn from a seed. Trainer and engine agree on names, so a tensor pu
 name finds its place.
 """
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,20 @@ ATTENTION = "sdpa"
 """On a CPU as fast as `eager` for 50 tokens, and 2 to 4 times as fast for 400, backward included."""
 
 
+WHOLE_OMNI = frozenset({"qwen3_omni_moe"})
+"""`model_type` of folders that hold a thinker and what speaks for it."""
+
+THINKER = "thinker."
+"""What those folders put before the names of the thinker's tensors."""
+
+
 class ModelFolderError(ValueError):
     """A model folder that cannot be used: what is missing or does not fit, and where."""
 
 
 def load_config(folder: str | Path) -> PreTrainedConfig:
-    """Read `config.json` of a local folder; nothing is looked up on a hub.
+    """Read `config.json` of a local folder; nothing is looked up on a hub. Of a whole Qwen3-Omni it is the
+    thinker's: what speaks is no part of a policy.
 
     Raises:
         ModelFolderError: there is no such folder, no config.json in it, or a model type transformers does not
@@ -35,9 +44,18 @@ def load_config(folder: str | Path) -> PreTrainedConfig:
             "or write a tiny one with relax.backends.tiny.write_tiny"
         )
     try:
-        return AutoConfig.from_pretrained(folder, local_files_only=True)
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
     except (ValueError, KeyError, OSError) as error:
         raise ModelFolderError(f"{folder / 'config.json'} cannot be read by transformers: {error}") from error
+    return config.thinker_config if config.model_type in WHOLE_OMNI else config
+
+
+def weights_prefix(folder: str | Path) -> str:
+    """What a folder's safetensors put before the names of the model's own tensors: `thinker.` in a whole
+    Qwen3-Omni, nothing elsewhere.
+    """
+    config = json.loads((Path(folder) / "config.json").read_text())
+    return THINKER if config.get("model_type") in WHOLE_OMNI else ""
 
 
 def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
@@ -90,7 +108,11 @@ def build_model(
             use_safetensors=True,
             output_loading_info=True,
         )
-        wrong = {kind: sorted(info[kind]) for kind in ("missing_keys", "unexpected_keys") if info.get(kind)}
+        # Of a whole Qwen3-Omni, transformers finds the thinker's by itself; the others are what speaks.
+        prefix = weights_prefix(folder)
+        foreign = {key for key in info["unexpected_keys"] if not prefix or key.startswith(prefix)}
+        found = {"missing_keys": info["missing_keys"], "unexpected_keys": foreign}
+        wrong = {kind: sorted(keys) for kind, keys in found.items() if keys}
         if wrong:
             raise ModelFolderError(
                 f"safetensors in {str(folder)!r} do not fit {type(model).__name__}: {wrong}"
@@ -162,6 +184,19 @@ def _qwen3_vl() -> Any:
     return Qwen3VLForConditionalGeneration
 
 
+def _qwen3_omni() -> Any:
+    from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import (
+        Qwen3OmniMoeThinkerForConditionalGeneration,
+    )
+
+    return Qwen3OmniMoeThinkerForConditionalGeneration
+
+
 # The families this project tests, imported directly: the auto classes answer for the others, at the cost of a
 # wider import.
-_CLASSES: dict[str, Callable[[], Any]] = {"qwen3": _qwen3, "qwen3_moe": _qwen3_moe, "qwen3_vl": _qwen3_vl}
+_CLASSES: dict[str, Callable[[], Any]] = {
+    "qwen3": _qwen3,
+    "qwen3_moe": _qwen3_moe,
+    "qwen3_vl": _qwen3_vl,
+    "qwen3_omni_moe_thinker": _qwen3_omni,
+}

@@ -12,7 +12,11 @@ from typing import Any, Literal, get_args
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
-Kind = Literal["qwen3", "qwen3_moe", "qwen3_vl"]
+from relax.backends import tiny_omni
+
+Kind = Literal["qwen3", "qwen3_moe", "qwen3_vl", "qwen3_omni"]
+_SEEING = ("qwen3_vl", "qwen3_omni")
+_MIXTURES = ("qwen3_moe", "qwen3_omni")
 
 PAD = "<|endoftext|>"
 EOS = "<|im_end|>"
@@ -44,7 +48,15 @@ CHAT_TEMPLATE = """\
 """ChatML: system, user, assistant and tool alike; content a string or a list of text and image parts."""
 
 # One image of the digits task costs 1 to 4 tokens: a token is two by two patches of 16 x 16 pixels.
-_IMAGE_BUDGET = {"shortest_edge": 32 * 32, "longest_edge": 32 * 32 * 4}
+_IMAGES = {
+    "image_processor_type": "Qwen2VLImageProcessor",
+    "patch_size": 16,
+    "temporal_patch_size": 2,
+    "merge_size": 2,
+    "image_mean": [0.5, 0.5, 0.5],
+    "image_std": [0.5, 0.5, 0.5],
+    "size": {"shortest_edge": 32 * 32, "longest_edge": 32 * 32 * 4},
+}
 
 
 def write_tiny(
@@ -62,16 +74,18 @@ def write_tiny(
     num_experts_per_tok: int | None = None,
     moe_intermediate_size: int | None = None,
 ) -> Path:
-    """Write the folder of a tiny Qwen3, Qwen3-MoE or Qwen3-VL; existing files of the same names are replaced.
+    """Write the folder of a tiny Qwen3, Qwen3-MoE, Qwen3-VL or thinker of a Qwen3-Omni; existing files of the
+    same names are replaced.
 
     Args:
         folder: made if missing.
-        kind: "qwen3" (text), "qwen3_moe" (text; experts in every layer, about 190k parameters) or "qwen3_vl"
-            (text and images; adds a vision tower of about 50k parameters).
+        kind: "qwen3" (text), "qwen3_moe" (text; experts in every layer, about 190k parameters), "qwen3_vl"
+            (text and images; adds a vision tower of about 50k parameters) or "qwen3_omni" (text, images,
+            video and sound; experts, a vision tower and an audio tower).
         max_position_embeddings: the context, in tokens.
         hidden_size, intermediate_size, num_hidden_layers, num_attention_heads, num_key_value_heads, head_dim:
-            of the language model. For qwen3_vl head_dim is a multiple of 16, which mRoPE's three sections
-            share.
+            of the language model. For qwen3_vl and qwen3_omni head_dim is a multiple of 16, which mRoPE's
+            three sections share.
 
     Returns:
         The folder.
@@ -86,12 +100,14 @@ def write_tiny(
             f"num_attention_heads {num_attention_heads} is no multiple of "
             f"num_key_value_heads {num_key_value_heads}"
         )
-    if head_dim % (16 if kind == "qwen3_vl" else 2):
-        raise ValueError(f"head_dim {head_dim} is no multiple of {16 if kind == 'qwen3_vl' else 2}")
+    if head_dim % (multiple := 16 if kind in _SEEING else 2):
+        raise ValueError(f"head_dim {head_dim} is no multiple of {multiple}")
     mixture = _mixture(kind, num_experts, num_experts_per_tok, moe_intermediate_size)
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    tokenizer = character_tokenizer()
+    omni = kind == "qwen3_omni"
+    further = tiny_omni.AUDIO_SPECIALS if omni else ()
+    tokenizer = character_tokenizer(further)
     text: dict[str, Any] = {
         "attention_bias": False,
         "attention_dropout": 0.0,
@@ -109,7 +125,7 @@ def write_tiny(
         "pad_token_id": tokenizer.token_to_id(PAD),
         "eos_token_id": tokenizer.token_to_id(EOS),
     }
-    config = _vision_config(text, tokenizer) if kind == "qwen3_vl" else {**_text_config(text), **mixture}
+    config = _config(kind, text, mixture, tokenizer)
     tokenizer.save(str(folder / "tokenizer.json"))
     _write(folder / "config.json", config)
     _write(
@@ -121,7 +137,8 @@ def write_tiny(
             "model_max_length": max_position_embeddings,
             "clean_up_tokenization_spaces": False,
             "padding_side": "left",
-            "chat_template": CHAT_TEMPLATE,
+            "chat_template": _chat_template(kind),
+            **(tiny_omni.tokenizer_config() if omni else {}),
         },
     )
     _write(
@@ -129,44 +146,46 @@ def write_tiny(
         {
             "pad_token": PAD,
             "eos_token": EOS,
-            "additional_special_tokens": [s for s in SPECIALS if s not in (PAD, EOS)],
+            "additional_special_tokens": [s for s in (*SPECIALS, *further) if s not in (PAD, EOS)],
         },
     )
     _write(
         folder / "generation_config.json",
         {"eos_token_id": text["eos_token_id"], "pad_token_id": text["pad_token_id"], "do_sample": True},
     )
-    if kind == "qwen3_vl":
+    if kind in _SEEING:
         _write(
-            folder / "preprocessor_config.json",
-            {
-                "image_processor_type": "Qwen2VLImageProcessor",
-                "patch_size": 16,
-                "temporal_patch_size": 2,
-                "merge_size": 2,
-                "image_mean": [0.5, 0.5, 0.5],
-                "image_std": [0.5, 0.5, 0.5],
-                "size": _IMAGE_BUDGET,
-            },
+            folder / "preprocessor_config.json", tiny_omni.preprocessor_config(_IMAGES) if omni else _IMAGES
         )
+    if omni:
+        _write(folder / "video_preprocessor_config.json", tiny_omni.video_preprocessor_config(_IMAGES))
     return folder
 
 
-def character_tokenizer() -> Tokenizer:
-    """One token a character of printable ASCII and newline; the specials first, pad is token 0."""
-    vocabulary = {token: index for index, token in enumerate((*SPECIALS, *ALPHABET))}
+def character_tokenizer(further: tuple[str, ...] = ()) -> Tokenizer:
+    """One token a character of printable ASCII and newline; the specials first, pad is token 0; `further`
+    specials last.
+    """
+    vocabulary = {token: index for index, token in enumerate((*SPECIALS, *ALPHABET, *further))}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()
-    tokenizer.add_special_tokens(list(SPECIALS))
+    tokenizer.add_special_tokens([*SPECIALS, *further])
     return tokenizer
+
+
+def _chat_template(kind: Kind) -> str:
+    before, text_part, behind = CHAT_TEMPLATE.partition("{%- elif part['type'] == 'text' -%}")
+    return before + (tiny_omni.CHAT_PARTS if kind == "qwen3_omni" else "") + text_part + behind
 
 
 def _mixture(kind: Kind, experts: int | None, top_k: int | None, inner: int | None) -> dict[str, Any]:
     """What makes a Qwen3's config.json that of a Qwen3-MoE; nothing for the other kinds."""
-    if kind != "qwen3_moe":
+    if kind not in _MIXTURES:
         if any(given is not None for given in (experts, top_k, inner)):
-            raise ValueError(f"num_experts and what belongs to it are for qwen3_moe; {kind} has no experts")
+            raise ValueError(
+                f"num_experts and what belongs to it are for {' and '.join(_MIXTURES)}; {kind} has no experts"
+            )
         return {}
     experts, top_k, inner = experts or 8, top_k or 2, inner or 48
     if not 1 <= top_k <= experts:
@@ -183,6 +202,20 @@ def _mixture(kind: Kind, experts: int | None, top_k: int | None, inner: int | No
         "output_router_logits": False,
         "router_aux_loss_coef": 0.001,
     }
+
+
+def _config(
+    kind: Kind, text: dict[str, Any], mixture: dict[str, Any], tokenizer: Tokenizer
+) -> dict[str, Any]:
+    if kind not in _SEEING:
+        return {**_text_config(text), **mixture}
+    seeing = _vision_config(text, tokenizer)
+    if kind == "qwen3_vl":
+        return seeing
+    experts = {name: value for name, value in mixture.items() if name != "architectures"}
+    return tiny_omni.thinker_config(
+        {**seeing["text_config"], **experts}, seeing["vision_config"], tokenizer.token_to_id
+    )
 
 
 def _text_config(text: dict[str, Any]) -> dict[str, Any]:

@@ -11,8 +11,8 @@ class ModelSettings(Settings):
     """The policy. `model=PATH_OR_HUB_ID` is short for `model.path=...`."""
 
     path: str = "tiny"
-    """`tiny`, `tiny_moe` or `tiny_vl` (made on the spot, random weights), a local Hugging Face folder, or a
-    hub id.
+    """`tiny`, `tiny_moe`, `tiny_vl` or `tiny_omni` (made on the spot, random weights), a local Hugging Face
+    folder, or a hub id.
     """
     revision: str | None = None
     """Hub revision; only for a hub id."""

@@ -6,7 +6,7 @@ from pathlib import Path
 from relax.backends.tiny import write_tiny
 from relax.config import ConfigError, RunConfig
 
-TINY = {"tiny": "qwen3", "tiny_moe": "qwen3_moe", "tiny_vl": "qwen3_vl"}
+TINY = {"tiny": "qwen3", "tiny_moe": "qwen3_moe", "tiny_vl": "qwen3_vl", "tiny_omni": "qwen3_omni"}
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 SUPPORTED_WEIGHTS = ("*.safetensors",)
 

@@ -17,11 +17,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 from transformers import PreTrainedModel
-from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from relax.backends.routes import UNROUTED, Routing, routing_of
 from relax.backends.train.base import Packed
 from relax.backends.train.errors import BatchError
+
+_ROUTERS = frozenset({"Qwen3MoeTopKRouter", "Qwen3OmniMoeThinkerTextTopKRouter"})
+"""Classes of transformers' routers that `_route` repeats."""
 
 
 @dataclass(frozen=True)
@@ -45,12 +47,12 @@ def follow_routes(model: PreTrainedModel) -> None:
     To be called before anything else wraps the layers, such as recomputation.
     """
     layers = list(getattr(model.get_decoder(), "layers", ()))
-    routers = [layer for layer in layers if isinstance(_gate_of(layer), Qwen3MoeTopKRouter)]
+    routers = [layer for layer in layers if type(_gate_of(layer)).__name__ in _ROUTERS]
     if not routers:
         return
     for layer in layers:
         gate = _gate_of(layer)
-        if not isinstance(gate, Qwen3MoeTopKRouter):
+        if type(gate).__name__ not in _ROUTERS:
             layer.forward = partial(_without_routes, layer.forward)
             continue
         router: Any = gate
@@ -89,7 +91,7 @@ def followed(batch: Packed, sources: Tensor | None, routing: Routing | None) -> 
     if routing is None:
         raise BatchError(
             "the batch has routes to replay, but this model has no routers that torch_native can lead (it "
-            "can those of qwen3_moe); set actor.routing_replay=false"
+            "can those of qwen3_moe and of Omni's thinker); set actor.routing_replay=false"
         )
     if routes.shape[1:] != (len(routing.layers), routing.top_k) or int(routes.max()) >= routing.experts:
         raise BatchError(
@@ -121,7 +123,7 @@ def _without_routes(forward: Any, *args: Any, routes: Followed | None = None, **
 
 
 def _route(gate: Any, free_choice: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """What Qwen3MoeTopKRouter gives: logits [tokens, experts], scores and experts [tokens, top_k]."""
+    """What those of _ROUTERS give: logits [tokens, experts], scores and experts [tokens, top_k]."""
     if gate.followed is None:
         return free_choice(hidden_states)
     given, free = gate.followed

@@ -4,6 +4,7 @@ The model stays in evaluation mode: an importance ratio compares two distributio
 one of them.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from relax.backends.models import ModelFolderError, build_model, text_config, unsampled_tokens
-from relax.backends.train import shared_prompts, vision
+from relax.backends.train import omni, shared_prompts, vision
 from relax.backends.train.base import Packed
 from relax.backends.train.errors import BatchError, UntrainableModelError
 from relax.backends.train.padding import UNSCORED, Padded, check, pad, scored_targets
@@ -21,6 +22,14 @@ from relax.backends.train.rms_norm import use_fused_norms
 from relax.backends.train.routing_replay import follow_routes, followed, routing_led
 from relax.backends.train.shared_prompts import Folded
 from relax.backends.train.torch_native.packing import Blocks, can_pack, lay_end_to_end
+
+_SHOWN: dict[str, Callable[..., Tensor]] = {
+    vision.MODEL_TYPE: vision.hidden_states,
+    omni.MODEL_TYPE: omni.hidden_states,
+}
+"""Forward passes, up to the last hidden state, of rows that are shown something."""
+
+_TOWERS = ("visual", "audio_tower")
 
 
 class Policy(nn.Module):
@@ -85,11 +94,12 @@ class Policy(nn.Module):
             logits.index_fill_(1, self._unsampled, -torch.inf)
         # An ignored target gives 0 with gradient 0, where its logprob of -inf would make the loss NaN.
         logprobs = -functional.cross_entropy(logits, targets, reduction="none", ignore_index=UNSCORED)
-        return self._touched(logprobs) if self.touch_everything and not any(batch.media) else logprobs
+        return self._touched(logprobs) if self.touch_everything else logprobs
 
     def _touched(self, logprobs: Tensor) -> Tensor:
-        tower = getattr(self.model.model, "visual", None)
-        unused = () if tower is None else [p for p in tower.parameters() if p.requires_grad]
+        # Also where there are media: a batch with sound alone runs one tower of two.
+        towers = (getattr(owner, name, None) for owner in (self.model, self.model.model) for name in _TOWERS)
+        unused = [p for tower in towers if tower is not None for p in tower.parameters() if p.requires_grad]
         return logprobs + sum((p.sum() * 0.0).to(logprobs.dtype) for p in unused) if unused else logprobs
 
     @property
@@ -113,11 +123,12 @@ class Policy(nn.Module):
         if isinstance(layout, Folded | Blocks):
             return layout.hidden_states(decoder, **arguments)
         if any(batch.media):
-            if self.model.config.model_type != vision.MODEL_TYPE:
+            hidden_states = _SHOWN.get(self.model.config.model_type)
+            if hidden_states is None:
                 raise BatchError(
-                    f"the batch has media, which {self.kind} cannot see; use a {vision.MODEL_TYPE}"
+                    f"the batch has media, which {self.kind} cannot see; use a {' or '.join(_SHOWN)}"
                 )
-            return vision.hidden_states(self.model, layout.input_ids, batch.media)
+            return hidden_states(self.model, layout.input_ids, batch.media, **arguments)
         return decoder(input_ids=layout.input_ids, use_cache=False, **arguments).last_hidden_state
 
     @torch.no_grad()
