@@ -102,6 +102,21 @@ def test_a_server_has_the_environment_around_it_and_its_own():
     assert "SGLANG_USE_CPU_ENGINE" not in environment(spec(**ON_GPUS), {})
 
 
+def test_a_python_of_its_own_does_not_look_where_this_one_does():
+    around = {"PATH": "p", "PYTHONPATH": "megatron", "PYTHONHOME": "h"}
+    assert environment(spec(device="cpu"), around)["PYTHONPATH"] == "megatron"
+    assert "PYTHONHOME" not in environment(spec(python="py"), around)
+    assert "PYTHONPATH" not in environment(spec(python="py"), around)
+    named = spec(python="py", env={"PYTHONPATH": "plugin"})
+    assert environment(named, around)["PYTHONPATH"] == "plugin"
+
+
+def test_pictures_are_not_resized_again():
+    assert "mm-process-config" not in flags(spec())
+    (*_, said) = command(spec(device="cuda"), Path("m"), 1, 100, pictures=True)[:-2]
+    assert said == '{"image": {"do_resize": false}}'
+
+
 def test_a_python_without_sglang_is_named_with_the_way_out(tmp_path):
     with pytest.raises(EngineError, match=r"no-python' cannot be run.*set rollout.sglang.python"):
         installed_version(SglangSettings(python=str(tmp_path / "no-python")))

@@ -16,6 +16,7 @@ from aiohttp import web
 from relax.backends.inference.base import EngineSpec
 from relax.backends.inference.errors import EngineClosed, EngineError, EngineLost, InvalidRequest
 from relax.backends.inference.sglang.engine import SglangEngine
+from relax.backends.tiny import write_tiny
 from relax.config.roles import RolloutSettings
 from safetensors.torch import save_file
 
@@ -314,3 +315,41 @@ async def test_a_server_of_another_kind_is_refused(info, settings, message, serv
     with pytest.raises(EngineError, match=message):
         async with start(**settings):
             pass
+
+
+async def test_a_server_that_makes_another_prompt_of_a_picture_is_told_of_and_serves_on(
+    server, tmp_path, tmp_path_factory
+):
+    """Whatever it makes of a picture: no answer to another prompt than the trainer's gets through."""
+    made = write_tiny(tmp_path_factory.mktemp("vision"), "qwen3_vl")
+    picture = {"pixel_values": np.ones((16, 1536), np.float32), "image_grid_thw": np.array([[1, 4, 4]])}
+    tokens = np.array([9, 3, *[5] * 4, 4], np.int32)
+    request = GenerationRequest("r", tokens, Sampling(max_new_tokens=2), 0, [picture])
+    end = "data: [DONE]\n\n"
+
+    def prompted(prompt: object) -> Talk:
+        told = json.loads(piece(0, [7, 8], 2, "length")[6:]) | {"prompt_token_ids": prompt}
+        return saying(f"data: {json.dumps(told)}\n\n", end)
+
+    settings = RolloutSettings(sglang={"urls": [server.url], "weights": "tensor"})  # pyright: ignore[reportArgumentType]
+    spec = EngineSpec("engine-0", made, run_folder=tmp_path, settings=settings)
+    engine = await SglangEngine.create(spec)
+    try:
+        weights = {name: torch.zeros_like(tensor, device="cpu") for name, tensor in engine.weights().items()}
+        await engine.begin_update(0, weights)
+        await engine.commit_update(0)
+        for prompt, message in (
+            ([9, 3, *[5] * 6, 4], "has 7 tokens, and .* makes 9 tokens of its prompt"),
+            ([8, 3, *[5] * 4, 4], "makes 7 tokens of its prompt"),
+            (None, "does not tell its prompt"),
+        ):
+            server.talk = prompted(prompt)
+            with pytest.raises(InvalidRequest, match=message):
+                await read(engine, [request])
+        server.talk = prompted(tokens.tolist())
+        assert (await read(engine, [request]))["r"].tokens.tolist() == [7, 8]
+    finally:
+        await engine.close()
+    bodies = [body for path, body in server.calls if path == "/generate"]
+    assert [body["input_ids"] for body in bodies] == [[[9, 3, 5, 4]]] * 4
+    assert all(len(files) == 1 for body in bodies for files in body["image_data"])

@@ -47,7 +47,9 @@ class SglangSettings(Settings):
     """One SGLang server for each replica of `rollout.replicas`."""
 
     python: str | None = None
-    """The python of the environment that holds SGLang; the running one when not given."""
+    """The python of the environment that holds SGLang; the running one when not given. One that is given does
+    not see this process's PYTHONPATH (`env` can give it another).
+    """
     urls: list[str] = Field(default_factory=list)
     """Servers that are there already, one for each replica, such as http://10.0.0.5:30000. None is started
     then, and what concerns starting one has no effect.
@@ -84,8 +86,9 @@ class SglangSettings(Settings):
     pause: Literal["auto", "retract", "resume", "in_place"] = "auto"
     """What becomes of running requests while a version is put in. `retract`: SGLang holds them and computes
     their cache anew. `resume`: they are ended and asked again with what they have, so that the routes of the
-    first sampling are kept; `auto` does this when routes are wanted, and else the former. `in_place`: they go
-    on with the cache of the old weights (mode = async only).
+    first sampling are kept and pictures are looked at anew; `auto` does this when routes are wanted or the
+    model sees, and else the former. `in_place`: they go on with the cache of the old weights (mode = async
+    only).
     """
     start_seconds: float = Field(default=170.0, gt=0)
     """Longest start of a server, the model loaded."""

@@ -61,6 +61,7 @@ class Piece(msgspec.Struct):
 
     meta_info: Meta | None = None
     index: int = 0
+    prompt_token_ids: list[int] | None = None
     error: Fault | None = None
 
 
@@ -94,6 +95,7 @@ class Answer:
         aborted: somebody has asked for its end.
         asked: the server has it.
         interrupted: its call is ended by us for a new version, after which it is asked again.
+        pictures: its pictures as PNG files, once they are made.
         tokens, logprobs: all sampled so far.
         kept: tokens of the calls before this one.
     """
@@ -105,6 +107,7 @@ class Answer:
     aborted: bool = False
     asked: bool = False
     interrupted: bool = False
+    pictures: list[bytes] | None = None
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     kept: int = 0

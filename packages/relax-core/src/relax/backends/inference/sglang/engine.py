@@ -26,6 +26,7 @@ from relax.backends.inference.sglang.answers import Answer, BadAnswer, Finish
 from relax.backends.inference.sglang.client import Load, ServerGone, ServerRefused, ServerSilent, SglangClient
 from relax.backends.inference.sglang.launch import Launched, launch
 from relax.backends.inference.sglang.model import ServedModel
+from relax.backends.inference.sglang.pictures import Pictures
 from relax.backends.inference.sglang.requests import body
 from relax.backends.inference.sglang.versions import VersionPusher
 from relax.backends.inference.streams import GenerationStream
@@ -57,6 +58,8 @@ class SglangEngine:
         self._process = launched.process
         self._pusher: VersionPusher = launched.pusher
         self._capacity = launched.capacity
+        rules = launched.model.pictures
+        self._pictures = None if rules is None else Pictures(rules)
         self._max_running = spec.max_running
         self._captured = launched.model.captured if spec.routes else None
         self._stall_seconds = spec.settings.stall_seconds
@@ -163,6 +166,9 @@ class SglangEngine:
     async def _ask(self, answers: Sequence[Answer]) -> None:
         """One call to the server, and what follows from it."""
         try:
+            for answer in answers:
+                if answer.request.media and self._pictures is not None and answer.pictures is None:
+                    answer.pictures = await asyncio.to_thread(self._pictures.of, answer.request)
             await self._serving.wait()
             live = [answer for answer in answers if not answer.aborted]
             for answer in answers:
@@ -172,6 +178,8 @@ class SglangEngine:
                 await self._converse(live)
         except ServerRefused as refused:
             self._refuse(answers, refused)
+        except InvalidRequest as error:
+            self._fail(answers, error)
         except (ServerGone, BadAnswer) as error:
             self._lose(await self._why(error))
 
@@ -181,10 +189,15 @@ class SglangEngine:
             answer.begin(f"{self._run}.{next(self._count)}.{answer.request.id}", self._version)
         again: list[Answer] = []
         running = set(range(len(answers)))
-        async for piece in self._client.generate(body(answers, self._version, self._model.never)):
+        sent = body(answers, self._version, self._model.never, self._model.pictures)
+        unseen = {index for index, answer in enumerate(answers) if answer.pictures}
+        async for piece in self._client.generate(sent):
             if piece.meta_info is None or piece.index not in running:
                 raise BadAnswer(f"a piece of a stream is about request {piece.index} of {len(answers)}")
             answer, meta = answers[piece.index], piece.meta_info
+            if piece.index in unseen and meta.output_token_logprobs_length:
+                self._check_prompt(answer, piece.prompt_token_ids)
+                unseen.discard(piece.index)
             new = answer.take(meta)
             self._generated += new
             self._moved = time.monotonic()
@@ -203,6 +216,17 @@ class SglangEngine:
             alone = self._captured is not None
             for group in [[answer] for answer in again] if alone else [again]:
                 self._spawn(self._ask(group))
+
+    def _check_prompt(self, answer: Answer, seen: Sequence[int] | None) -> None:
+        """Refuse an answer to another prompt: a server puts in the placeholders of pictures by itself."""
+        asked = [*answer.request.tokens.tolist(), *answer.tokens[: answer.kept]]
+        if seen != asked:
+            told = "does not tell its prompt" if seen is None else f"makes {len(seen)} tokens of its prompt"
+            raise InvalidRequest(
+                f"request {answer.request.id!r} has {len(asked)} tokens, and {self._client.url} {told}: it "
+                f"processes pictures otherwise than the run; start it with --mm-process-config "
+                f'\'{{"image": {{"do_resize": false}}}}\''
+            )
 
     def _goes_on(self, answer: Answer, finish: Finish) -> bool:
         """Deliver an answer that is whole; True when it has to be asked again with what it has."""
@@ -242,10 +266,14 @@ class SglangEngine:
             self._lose(f"{refused}{self._log_tail()}")
             return
         for answer in answers:
+            named = f"request {answer.request.id!r} was refused by {self._client.url}: {refused}"
+            self._fail([answer], InvalidRequest(named))
+
+    def _fail(self, answers: Sequence[Answer], error: InvalidRequest) -> None:
+        for answer in answers:
             found = self._open.pop(answer.request.id, None)
             if found is not None:
-                message = f"request {answer.request.id!r} was refused by {self._client.url}: {refused}"
-                found[1].fail(InvalidRequest(message))
+                found[1].fail(error)
         left = [answer for answer in answers if answer.asked]
         if left:
             self._spawn(self._abort(left))

@@ -1,5 +1,6 @@
 """How a server of SGLang is started: its command line and environment, as data."""
 
+import json
 import os
 import sys
 from collections.abc import Mapping
@@ -14,6 +15,9 @@ CONTEXT_MARGIN = 8
 """SGLang keeps some tokens of its context for itself; that many more are asked for, so that the run's own
 limit is the one that counts. No token ever comes to lie beyond that.
 """
+
+OTHER_MODULES = {"PYTHONPATH", "PYTHONHOME"}
+"""Say where the modules of this python are, which another environment has at other versions."""
 
 NVIDIA, AMD = Path("/dev/nvidiactl"), Path("/dev/kfd")
 
@@ -30,7 +34,7 @@ def python_of(settings: SglangSettings) -> str:
     return settings.python or sys.executable
 
 
-def command(spec: EngineSpec, folder: Path, port: int, capacity: int) -> list[str]:
+def command(spec: EngineSpec, folder: Path, port: int, capacity: int, *, pictures: bool = False) -> list[str]:
     """The command line of one replica's server, which listens on loopback.
 
     Args:
@@ -38,6 +42,7 @@ def command(spec: EngineSpec, folder: Path, port: int, capacity: int) -> list[st
         folder: the model that it loads, with weights.
         port: where it listens.
         capacity: tokens of its context.
+        pictures: it is sent pictures, which have their final size.
     """
     settings = spec.settings.sglang
     device = device_of(settings)
@@ -63,6 +68,8 @@ def command(spec: EngineSpec, folder: Path, port: int, capacity: int) -> list[st
         "max_total_tokens": settings.cache_tokens,
         "attention_backend": settings.attention,
     }
+    if pictures:
+        flags["mm_process_config"] = json.dumps({"image": {"do_resize": False}})
     if device == "cpu":
         flags |= {
             "device": "cpu",
@@ -97,15 +104,22 @@ def environment(spec: EngineSpec, around: Mapping[str, str]) -> dict[str, str]:
     """The environment of a server: that around it, and what the settings say.
 
     Bytecode is written, as each of its processes imports for half a minute without, and a longer context than
-    the model's may be named (see `CONTEXT_MARGIN`).
+    the model's may be named (see `CONTEXT_MARGIN`). A python of its own does not look for modules where this
+    one does.
     """
     settings = spec.settings.sglang
-    found = {name: value for name, value in around.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    found = own_modules(settings, around)
     found |= {"PYTHONUNBUFFERED": "1", "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
     if device_of(settings) == "cpu":
         found |= {"SGLANG_USE_CPU_ENGINE": "1", "CUDA_VISIBLE_DEVICES": ""}
         found.setdefault("OMP_NUM_THREADS", "1")
     return found | settings.env
+
+
+def own_modules(settings: SglangSettings, around: Mapping[str, str]) -> dict[str, str]:
+    """An environment in which a python that the settings name finds its own modules."""
+    without = {"PYTHONDONTWRITEBYTECODE"} | (OTHER_MODULES if settings.python is not None else set())
+    return {name: value for name, value in around.items() if name not in without}
 
 
 def plain(extra: Mapping[str, object]) -> dict[str, object]:

@@ -1,9 +1,10 @@
 """Whether a python has SGLang, found without importing it, which takes half a minute."""
 
+import os
 import subprocess
 
 from relax.backends.inference.errors import EngineError
-from relax.backends.inference.sglang.flags import device_of, gpus, python_of
+from relax.backends.inference.sglang.flags import device_of, gpus, own_modules, python_of
 from relax.config.roles import RolloutSettings
 from relax.config.sglang import SglangSettings
 
@@ -30,7 +31,12 @@ def installed_version(settings: SglangSettings) -> str:
     )
     try:
         found = subprocess.run(
-            [python, "-c", LOOK], capture_output=True, text=True, timeout=LOOK_SECONDS, check=False
+            [python, "-c", LOOK],
+            env=own_modules(settings, os.environ),
+            capture_output=True,
+            text=True,
+            timeout=LOOK_SECONDS,
+            check=False,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise EngineError(f"rollout.sglang.python = {python!r} cannot be run ({error}); {way_out}") from error

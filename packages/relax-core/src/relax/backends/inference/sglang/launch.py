@@ -70,6 +70,7 @@ async def launch(spec: EngineSpec) -> Launched:
         if capacity < 2:
             raise EngineError(f"{spec.name}: {client.url} has no room for a prompt and an answer")
         _hold_against(spec, info, client.url)
+        _check_pause(spec, model)
         pusher = await VersionPusher.create(client.url, model, settings, api_key, routes=spec.routes)
         return Launched(model, client, pusher, process, capacity)
     except BaseException as error:
@@ -89,7 +90,7 @@ async def _start(spec: EngineSpec, model: ServedModel, capacity: int) -> tuple[S
     client: SglangClient | None = None
     try:
         process = ServerProcess.start(
-            command(spec, model.folder, port.number, capacity),
+            command(spec, model.folder, port.number, capacity, pictures=model.pictures is not None),
             environment(spec, os.environ),
             spec.run_folder / "logs" / f"{spec.name}.sglang.log",
         )
@@ -133,6 +134,16 @@ def _hold_against(spec: EngineSpec, info: ServerInfo, url: str) -> None:
             f"{url} has {info.dp_size} data-parallel and {info.pp_size} pipeline-parallel ranks, and such a "
             f"server takes weights from files only; set rollout.sglang.weights=disk, or give each replica a "
             f"server of its own"
+        )
+
+
+def _check_pause(spec: EngineSpec, model: ServedModel) -> None:
+    """A request that a server holds over an update goes on with what the old vision tower saw."""
+    if model.pictures is not None and spec.settings.sglang.pause == "retract":
+        raise EngineError(
+            f"{spec.name}: rollout.sglang.pause = retract with a model that sees pictures: a server keeps "
+            f"what its vision tower made of a picture, and would go on with that of older weights; set "
+            f"rollout.sglang.pause=auto"
         )
 
 

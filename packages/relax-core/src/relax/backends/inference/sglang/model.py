@@ -1,6 +1,7 @@
 """What a server serves, told by its model folder without loading it: weights, vocabulary, context, routes."""
 
 import json
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from torch import Tensor
 from relax.backends.inference.errors import EngineError, InvalidRequest, InvalidUpdate
 from relax.backends.inference.sglang.answers import Captured
 from relax.backends.inference.sglang.experts import apart, together
+from relax.backends.inference.sglang.pictures import FAMILIES, PictureRules
 from relax.backends.models import build_model, has_weights, torch_dtype
 from relax.backends.routes import routing_of
 
@@ -37,6 +39,7 @@ class ServedModel:
         captured: what a server tells of its routes; None for a dense model.
         never: tokens that only stand for media, which no policy may say.
         tied: the output layer is the embedding.
+        pictures: what becomes of pictures; None for a model that takes none here.
     """
 
     folder: Path
@@ -46,6 +49,7 @@ class ServedModel:
     captured: Captured | None
     never: tuple[int, ...]
     tied: bool
+    pictures: PictureRules | None = None
 
     @classmethod
     def read(cls, folder: Path, dtype: str, completed: Path, seed: int) -> "ServedModel":
@@ -63,6 +67,9 @@ class ServedModel:
         """
         if not has_weights(folder):
             build_model(folder, dtype, weights=False, seed=seed).save_pretrained(completed)
+            for other in folder.iterdir():  # its tokenizer, and how pictures are processed
+                if other.is_file() and not (completed / other.name).exists():
+                    shutil.copyfile(other, completed / other.name)
             folder = completed
         config = _config(folder)
         outer = config.get("thinker_config", config)
@@ -76,6 +83,7 @@ class ServedModel:
             None if routing is None else Captured(routing, int(text["num_hidden_layers"])),
             tuple(int(outer[name]) for name in PLACEHOLDERS if outer.get(name) is not None),
             _ties(config),
+            PictureRules.read(folder, config),
         )
 
     def for_server(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -95,12 +103,6 @@ class ServedModel:
             InvalidRequest: naming the request and the limit.
         """
         tokens = request.tokens
-        if request.media:
-            raise InvalidRequest(
-                f"request {request.id!r} has {len(request.media)} media items. SGLang takes pictures and "
-                f"sounds as they were before processing, and a request holds only the tensors made of them; "
-                f"use rollout.engine=transformers for models that see or hear"
-            )
         if len(tokens) >= capacity:
             raise InvalidRequest(
                 f"request {request.id!r} has {len(tokens)} tokens, and the context of {capacity} must hold "
@@ -117,6 +119,14 @@ class ServedModel:
             raise InvalidRequest(
                 f"request {request.id!r} stops at token {stop[0]}, outside the vocabulary of "
                 f"{self.vocabulary}"
+            )
+        if self.pictures is not None:
+            self.pictures.check(request)
+        elif request.media:
+            raise InvalidRequest(
+                f"request {request.id!r} carries {len(request.media)} media items, and to the model in "
+                f"{self.folder} the sglang engine gives text only (pictures to {', '.join(FAMILIES)}); use "
+                f"rollout.engine=transformers"
             )
 
     def check_version(self, version: int, tensors: Mapping[str, Tensor]) -> None:

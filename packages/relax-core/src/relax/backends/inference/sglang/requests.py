@@ -6,6 +6,7 @@ from typing import Any
 from agentic import Sampling
 
 from relax.backends.inference.sglang.answers import Answer
+from relax.backends.inference.sglang.pictures import PictureRules, at_version
 
 STREAM_TOKENS = 32
 """Tokens between two pieces of a stream: they tell of progress, and what is there if the server dies."""
@@ -14,7 +15,12 @@ NEVER = -1e9
 """Added to the logit of a token that no policy may say; JSON has no infinity."""
 
 
-def body(answers: Sequence[Answer], version: int, never: Sequence[int] = ()) -> dict[str, Any]:
+def body(
+    answers: Sequence[Answer],
+    version: int,
+    never: Sequence[int] = (),
+    rules: PictureRules | None = None,
+) -> dict[str, Any]:
     """One call for several requests: admitted together and in order, each streamed by its index.
 
     Args:
@@ -23,6 +29,7 @@ def body(answers: Sequence[Answer], version: int, never: Sequence[int] = ()) -> 
         version: of the weights that are served now. It names the prefix cache, so that no prompt that comes
             later finds what older weights computed.
         never: tokens that must not be sampled.
+        rules: of the pictures that answers have; the server is to tell the prompt that it makes with them.
     """
     content: dict[str, Any] = {
         "rid": [answer.rid for answer in answers],
@@ -34,6 +41,15 @@ def body(answers: Sequence[Answer], version: int, never: Sequence[int] = ()) -> 
         "extra_key": [f"v{version}"] * len(answers),
         "stream": True,
     }
+    if rules is not None and any(answer.pictures for answer in answers):
+        # A server looks at the first entry to see that each request has a list.
+        content["input_ids"] = [
+            rules.collapsed(answer.prompt) if answer.pictures else answer.prompt for answer in answers
+        ]
+        content["image_data"] = [
+            [at_version(file, version) for file in answer.pictures or []] for answer in answers
+        ]
+        content["return_prompt_token_ids"] = True
     if answers[0].captured is not None:
         content["return_routed_experts"] = True
         content["routed_experts_start_len"] = answers[0].routed
