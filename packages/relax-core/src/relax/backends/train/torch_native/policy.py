@@ -40,14 +40,14 @@ class Policy(nn.Module):
         folder: it came from, for messages.
         temperature: logits are divided by it.
         packing: lay rows end to end where the family allows it and prompts are not worth folding.
-
-    Raises:
-        UntrainableModelError: there is more between the last hidden state and the logits than a layer.
+        device: where it computes; the model may be without its weights still.
     """
 
     _can_fold: bool
 
-    def __init__(self, model: PreTrainedModel, folder: Path, temperature: float, packing: bool) -> None:
+    def __init__(
+        self, model: PreTrainedModel, folder: Path, temperature: float, packing: bool, *, device: torch.device
+    ) -> None:
         super().__init__()
         self.model = model
         self._folder = folder
@@ -59,10 +59,9 @@ class Policy(nn.Module):
         self._routing = routing_led(model)
         self._packs = packing and can_pack(model)
         never = unsampled_tokens(model.config)
-        self._unsampled = torch.tensor(never, device=self.device) if never else None
+        self._unsampled = torch.tensor(never, device=device) if never else None
         self.touch_everything = False
         """Give parameters that a batch does not need a gradient of 0: sharded ones are reduced together."""
-        self._require_plain_head()
 
     @property
     def device(self) -> torch.device:
@@ -132,8 +131,12 @@ class Policy(nn.Module):
         return decoder(input_ids=layout.input_ids, use_cache=False, **arguments).last_hidden_state
 
     @torch.no_grad()
-    def _require_plain_head(self) -> None:
-        """Show that the output layer is all there is between the last hidden state and the logits."""
+    def require_plain_head(self) -> None:
+        """Show that the output layer is all there is between the last hidden state and the logits.
+
+        Raises:
+            UntrainableModelError: there is more.
+        """
         head = self._head
         # Some families cap or rescale logits after it: better to find out than to keep a list of them.
         tokens = torch.arange(min(4, self._vocabulary), device=self.device)[None]

@@ -9,13 +9,14 @@ import torch
 import torch.distributed
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.nn.utils import get_total_norm
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from relax.backends.train.adamw import ClippedAdamW
 from relax.backends.train.base import StateTree
 from relax.backends.train.state_files import read_trainer_state
+from relax.backends.train.torch_native.hollow import emptied, fill_shards, hollow_model
 from relax.backends.train.torch_native.masters import Masters, Shards, local
 from relax.backends.train.torch_native.policy import Policy
 from relax.backends.train.torch_native.replica import Replica, weight_of
@@ -31,9 +32,21 @@ class Sharded(Replica):
     """
 
     compute_dtype: torch.dtype = torch.float32
+    bytes_read: int | None = None
+    """Of the folder's weights by this rank; None where it had to load all of them."""
+
+    def _loaded(self, dtype: torch.dtype, seed: int) -> Any:
+        """The model without its weights, of which `_spread` reads this rank's; all of it where the files do
+        not hold it tensor by tensor.
+        """
+        hollow = hollow_model(self.folder, dtype)
+        self._is_hollow = hollow is not None
+        return hollow if self._is_hollow else super()._loaded(dtype, seed)
 
     def _spread(self, policy: Policy) -> nn.Module:
         policy.touch_everything = True
+        if self._is_hollow:
+            emptied(policy)
         mesh = init_device_mesh(self.device.type, (distributed.get_world_size(),))
         precision = MixedPrecisionPolicy(
             param_dtype=self.compute_dtype,
@@ -47,6 +60,11 @@ class Sharded(Replica):
                 # Sums, not means, and by a plain sum: gloo has no other.
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
+        if self._is_hollow:
+            self.bytes_read = fill_shards(self.model, self.folder, self.device)
+            policy.to(self.device)  # buffers
+        register_fsdp_forward_method(policy, "require_plain_head")
+        policy.require_plain_head()
         held = {name: p for name, p in self.model.named_parameters()}
         self._starts = {
             spec.name: spec.pieces[0].start for spec in dcs.layout.of(held).tensors if spec.pieces

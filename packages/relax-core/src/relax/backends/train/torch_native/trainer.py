@@ -105,13 +105,15 @@ class TorchNative:
         self.folder = Path(folder)
         self.settings = settings
         self.options = options or NativeOptions()
-        self.model = load_model(self.folder, dtype, seed, self.device)
+        self.model = self._loaded(dtype, seed)
         self._adapters = Adapters(self.model, self.options.lora, seed) if self.options.lora.rank > 0 else None
         if self.options.gradient_checkpointing:
             recompute_layers(self.model)
         # torch seeds every process differently, so that the states of equal runs would differ.
         torch.manual_seed(seed)
-        policy = Policy(self.model, self.folder, settings.temperature, self.options.packing)
+        policy = Policy(
+            self.model, self.folder, settings.temperature, self.options.packing, device=self.device
+        )
         self._policy = self._spread(policy)
         self._masters = self._make_masters()
         self._optimizer = self._make_optimizer()
@@ -121,7 +123,12 @@ class TorchNative:
 
     # What a rank of many does otherwise
 
+    def _loaded(self, dtype: torch.dtype, seed: int) -> Any:
+        """The model of the folder."""
+        return load_model(self.folder, dtype, seed, self.device)
+
     def _spread(self, policy: Policy) -> nn.Module:
+        policy.require_plain_head()
         return policy
 
     def _make_masters(self) -> Masters:
