@@ -268,11 +268,11 @@ WRONG = {
         ["actor.backend=megatron", "rollout.engine=sglang"],
         "actor.backend = megatron with model.path = 'models/Qwen3-VL-4B-Instruct' (qwen3_vl): it maps llama,",
     ),
-    "SGLang and pictures": (
-        "qwen3-vl-4B-8xgpu",
-        "nodes: [{name: n, cpus: 96, gpus: 8, gpu_memory: 80GB, memory: 1TiB}]",
+    "SGLang and sound": (
+        "qwen3-30B-A3B-omni-16xgpu",
+        "nodes: [{name: n, count: 2, cpus: 160, gpus: 8, gpu_memory: 141GB, memory: 2TiB}]",
         ["rollout.engine=sglang"],
-        "rollout.engine = sglang with model.path = 'models/Qwen3-VL-4B-Instruct' (qwen3_vl), which sees",
+        "which sees or hears: it shows pictures to qwen3_vl and qwen3_vl_moe, and plays no sound",
     ),
     "a whole omni model": (
         "qwen3-30B-A3B-omni-16xgpu",

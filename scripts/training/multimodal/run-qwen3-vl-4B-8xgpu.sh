@@ -6,9 +6,8 @@ source "$(dirname "${BASH_SOURCE[0]}")/../launch.sh"
 
 about=$(
   cat <<'EOF'
-Trains Qwen3-VL-4B with GRPO on questions about pictures: torch_native with FSDP2 on four GPUs, and an embedded
-transformers engine on each of the others. Neither Megatron nor SGLang is used: the megatron backend does not map
-Qwen3-VL, and SGLang takes pictures as they were before processing, which a run does not carry.
+Trains Qwen3-VL-4B with GRPO on questions about pictures: torch_native with FSDP2 on four GPUs, and an SGLang
+server on each of the others.
 The data's columns are `problem` (with <image> where a picture goes), `images` and `answer`
 (data.prompt_column, data.image_column, data.answer_column).
 EOF

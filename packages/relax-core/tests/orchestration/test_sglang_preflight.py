@@ -33,6 +33,8 @@ def test_a_replay_is_refused_as_its_bits_cannot_be_had_again(config, words, tmp_
         prepare(config(*words), RunFolder(tmp_path), resume=False, replay=tmp_path)
 
 
-def test_a_model_that_sees_is_refused(config, words, tmp_path):
-    with pytest.raises(ConfigError, match=r"model.path = 'tiny_vl', which sees or hears"):
-        prepare(config(*words, "model=tiny_vl"), RunFolder(tmp_path), resume=False)
+def test_a_model_that_sees_is_shown_pictures_unless_a_server_is_to_hold_them(config, words, tmp_path):
+    assert prepare(config(*words, "model=tiny_vl"), RunFolder(tmp_path), resume=False).media
+    held = "rollout.sglang.pause=retract"
+    with pytest.raises(ConfigError, match=r"pause = retract with model.path = 'tiny_vl', which sees"):
+        prepare(config(*words, "model=tiny_vl", held), RunFolder(tmp_path), resume=False)

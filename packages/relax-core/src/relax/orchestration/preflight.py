@@ -52,11 +52,11 @@ def _check_sglang(config: RunConfig, context: RunContext) -> None:
             "--replay with rollout.engine = sglang: what a server of SGLang batched together is not known "
             "afterwards, so its bits cannot be had again; replay runs of rollout.engine=transformers"
         )
-    if context.media:
+    if context.media and config.rollout.sglang.pause == "retract":
         raise ConfigError(
-            f"rollout.engine = sglang with model.path = {config.model.path!r}, which sees or hears: SGLang "
-            f"takes pictures as they were before processing, and a run carries the tensors made of them; use "
-            f"rollout.engine=transformers"
+            f"rollout.sglang.pause = retract with model.path = {config.model.path!r}, which sees: a server "
+            f"keeps what the vision tower of older weights made of a picture, and what it holds would go on "
+            f"with that; set rollout.sglang.pause=auto"
         )
     try:
         explain(config.rollout)

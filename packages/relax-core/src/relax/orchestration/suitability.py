@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from relax.backends.inference.sglang.pictures import FAMILIES as SHOWN
 from relax.backends.train.megatron.families import FAMILIES
 from relax.backends.train.vision import MODEL_TYPE as SEEN
 from relax.config import RunConfig
@@ -95,10 +96,10 @@ def _engine(config: RunConfig, shape: ModelShape) -> Iterator[str]:
         )
     if rollout.engine != "sglang":
         return
-    if shape.hears or (shape.sees and not reads):
+    if shape.hears or (shape.sees and shape.kind not in SHOWN and not reads):
         yield (
-            f"rollout.engine = sglang with {model}, which sees or hears: SGLang takes pictures and sound as "
-            f"they were before processing, and a run carries the tensors made of them; use "
+            f"rollout.engine = sglang with {model}, which sees or hears: it shows pictures to "
+            f"{' and '.join(SHOWN)}, and plays no sound, which SGLang takes as files only; use "
             f"rollout.engine=transformers"
         )
     ranks, heads = rollout.sglang.tensor_parallel, shape.kv_heads
