@@ -16,7 +16,7 @@ import msgspec
 import xxhash
 
 from dcs.errors import ProtocolError, ProtocolMismatch
-from dcs.replicas.messages import MAX_MESSAGE_BYTES, PROTOCOL, Answer, Ranges, Request, Shard
+from dcs.replicas.messages import CHUNK_BYTES, MAX_MESSAGE_BYTES, PROTOCOL, Answer, Ranges, Request, Shard
 from dcs.wire import streams
 from dcs.wire.tls import handshake
 
@@ -65,6 +65,7 @@ class Channel:
         self._sock = sock
         self._peer = peer
         self.local = sock.family == socket.AF_UNIX
+        self._passed: list[int] = []  # descriptors that came with a request, not taken yet
         if self.local:  # a TCP socket is left to the kernel, which grows its buffers with the distance
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER_BYTES)
         self.set_deadline(seconds)
@@ -83,13 +84,25 @@ class Channel:
         streams.cut(self._sock)
 
     def close(self) -> None:
-        """Release the socket."""
+        """Release the socket, and descriptors that nobody took."""
         self._sock.close()
+        self._close_passed()
+
+    def _close_passed(self) -> None:
+        while self._passed:
+            os.close(self._passed.pop())
+
+    def fileno(self) -> int:
+        """The socket's descriptor, to wait for it among others."""
+        return self._sock.fileno()
 
     # -- messages --
 
     def send(self, message: Request | Answer) -> None:
         """Send a message. Raises `OSError`."""
+        streams.send(self._sock, *self._frame(message))
+
+    def _frame(self, message: Request | Answer) -> tuple[bytes, bytes]:
         body = _ENCODER.encode(message)
         if len(body) > MAX_MESSAGE_BYTES:
             raise ProtocolError(
@@ -97,7 +110,7 @@ class Channel:
                 f"keep bulk"
                 " data in tensors or numpy arrays rather than in plain lists"
             )
-        streams.send(self._sock, _FRAME.pack(_MAGIC, PROTOCOL, _MESSAGE, 0, len(body)), body)
+        return _FRAME.pack(_MAGIC, PROTOCOL, _MESSAGE, 0, len(body)), body
 
     def hello(self, seconds: float) -> Request:
         """The first request, all of which has to come within `seconds`. Raises as `answer`."""
@@ -106,12 +119,23 @@ class Channel:
 
     def idle_request(self) -> Request:
         """The next request, however long it takes to come. Raises as `answer` once it has begun to come."""
+        self._close_passed()
         while True:
             try:
-                first = streams.receive(self._sock, 1)
+                first = self._begin()
             except BlockingIOError:
                 continue  # idle: `cut` ends the wait
-            return self._decode(_REQUESTS, self._header(bytes(first)))
+            return self._decode(_REQUESTS, self._header(first))
+
+    def _begin(self) -> bytes:
+        """As much of a header as comes at once, and the descriptors that come with it."""
+        if not self.local:
+            return bytes(streams.receive(self._sock, 1))
+        data, descriptors, _, _ = socket.recv_fds(self._sock, _FRAME.size, 4, socket.MSG_CMSG_CLOEXEC)
+        self._passed += descriptors
+        if not data:
+            raise ConnectionResetError("the peer closed the connection")
+        return data
 
     def answer(self) -> Answer:
         """The next answer.
@@ -128,20 +152,26 @@ class Channel:
 
     # -- memory and chunks --
 
-    def send_descriptor(self, descriptor: int) -> None:
-        """Pass a file descriptor; the other side takes it with `descriptor`."""
-        socket.send_fds(self._sock, [b"m"], [descriptor])
+    def send_with(self, message: Request, descriptor: int, flags: int = 0) -> None:
+        """Send a message with a file descriptor, which the other side takes with `descriptor`.
+
+        With MSG_DONTWAIT as `flags` it goes at once, or not at all. Raises `OSError`.
+        """
+        frame = self._frame(message)
+        sent = socket.send_fds(self._sock, frame, [descriptor], flags)
+        for part in frame:
+            if sent < len(part):
+                self._sock.sendall(memoryview(part)[sent:], flags)
+            sent = max(0, sent - len(part))
 
     def descriptor(self) -> int:
-        """The descriptor that was passed; the caller closes it. Raises `ProtocolError` when there is none."""
-        data, descriptors, _, _ = socket.recv_fds(self._sock, 1, 4, socket.MSG_CMSG_CLOEXEC)
-        if not data:
-            raise ConnectionResetError("the peer closed the connection")
-        if len(descriptors) != 1:
-            for extra in descriptors:
-                os.close(extra)
-            raise ProtocolError(f"{self._peer} passed {len(descriptors)} descriptors, expected one")
-        return descriptors[0]
+        """The descriptor that came with the last request; the caller closes it.
+
+        Raises `ProtocolError` when there is none, or another one.
+        """
+        if len(self._passed) != 1:
+            raise ProtocolError(f"{self._peer} passed {len(self._passed)} descriptors, expected one")
+        return self._passed.pop()
 
     def send_chunks(self, shard: Shard, ranges: Ranges, memory: memoryview) -> None:
         """Send the chunks of `ranges` of a shard that lies in `memory`. Raises `OSError`, `ProtocolError`."""
@@ -153,7 +183,7 @@ class Channel:
     def receive_chunks(self, shard: Shard, ranges: Ranges, memory: memoryview, missing: set[int]) -> None:
         """Receive the chunks of `ranges` to where they belong in `memory`, and take them out of `missing`.
 
-        One that is damaged stays missing. Raises as `answer`; a chunk that was not asked for is a
+        One that is damaged is missing from then on. Raises as `answer`; a chunk that was not asked for is a
         `ProtocolError`.
         """
         for chunk in self._indices(shard, ranges):
@@ -167,6 +197,20 @@ class Channel:
             streams.receive_into(self._sock, memory[start:end])
             if xxhash.xxh3_128_digest(memory[start:end]) == shard.digest(chunk):
                 missing.discard(chunk)
+            else:
+                missing.add(chunk)
+
+    def skip_chunks(self, shard: Shard) -> None:
+        """Read all chunks of a shard, for nothing. Raises as `receive_chunks`."""
+        largest = min(shard.nbytes, CHUNK_BYTES)
+        nowhere = memoryview(bytearray(largest))
+        for _ in range(shard.chunks):
+            _, _, kind, _, length = self._header()
+            if kind != _CHUNK or length > largest:
+                raise ProtocolError(
+                    f"{self._peer} sent a frame of kind {kind} and {length} bytes, expected a chunk"
+                )
+            streams.receive_into(self._sock, nowhere[:length])
 
     def _indices(self, shard: Shard, ranges: Ranges) -> list[int]:
         if any(first + count > shard.chunks for first, count in ranges):

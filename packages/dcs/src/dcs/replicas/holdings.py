@@ -82,20 +82,31 @@ class _Run:
         return max((attempt.number for attempt in self.attempts.values()), default=0)
 
 
+@dataclass(eq=False)
+class _Watcher:
+    """Somebody who waits for news of a name, other than what came from one rank of one session: itself."""
+
+    name: str
+    source: tuple[str, int] | None
+    news: threading.Condition
+
+
 class Holdings:
     """The shards of a keeper, within `memory`."""
 
     def __init__(self, memory: Memory) -> None:
         self.memory = memory
         self._runs: dict[str, _Run] = {}
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._watchers: list[_Watcher] = []
         self._closed = False
 
     def close(self) -> None:
         """Wake everybody who waits; they raise `Closed`."""
-        with self._changed:
+        with self._lock:
             self._closed = True
-            self._changed.notify_all()
+            for watcher in self._watchers:
+                watcher.news.notify()
 
     # -- attempts --
 
@@ -103,7 +114,7 @@ class Holdings:
         """Make `session` known; the number of an attempt only grows. Raises `WorldSizeMismatch`,
         `DcsError`.
         """
-        with self._changed:
+        with self._lock:
             run = self._run(name)
             attempt = run.attempts.get(session)
             if attempt is None:
@@ -125,17 +136,21 @@ class Holdings:
 
     def choose(self, name: str, session: str, choice: Choice) -> None:
         """Note what rank 0 of a session has chosen for all its ranks."""
-        with self._changed:
+        with self._lock:
             run = self._run(name)
             self._attempt(run, name, session).choice = choice
             self._change(run)
 
-    def inventory(self, name: str, generation: int, seconds: float) -> Inventory:
+    def inventory(
+        self, name: str, generation: int, seconds: float, source: tuple[str, int] | None = None
+    ) -> Inventory:
         """All that is held under a name, as soon as it is another generation than that, or after
         `seconds`.
+
+        What a `source` (session and rank) saves meanwhile does not end the wait.
         """
         deadline = time.monotonic() + seconds
-        with self._changed:
+        with self._lock:
             while True:
                 if self._closed:
                     raise Closed("the keeper is closing")
@@ -145,7 +160,12 @@ class Holdings:
                 if now != generation or left <= 0:
                     records = () if run is None else tuple(a.record() for a in run.attempts.values())
                     return Inventory(now, records)
-                self._changed.wait(left)
+                watcher = _Watcher(name, source, threading.Condition(self._lock))
+                self._watchers.append(watcher)
+                try:
+                    watcher.news.wait(left)
+                finally:
+                    self._watchers.remove(watcher)
 
     # -- shards --
 
@@ -155,7 +175,7 @@ class Holdings:
         The caller has the `guard` of what it gets, and releases it. Raises `Evicted` (a newer attempt has
         taken over), `StaleVersion` (another process saves as this rank), `KeeperFull`, `ProtocolError`.
         """
-        with self._changed:
+        with self._lock:
             attempt, there = self._admit(shard)
             if there is not None:
                 return None
@@ -164,14 +184,14 @@ class Holdings:
             # Its connection was cut, or it will be in a moment: this one has come after it.
             if not arriving.guard.acquire(timeout=TAKEOVER_SECONDS):
                 raise Timeout(f"{shard} still arrives on another connection")
-            with self._changed:
+            with self._lock:
                 if arriving.shard == shard and not arriving.ended:
                     return arriving
                 self._discard(attempt, arriving)
             arriving.guard.release()
         arriving = Arriving(shard, self.memory.buffer(shard.nbytes, str(shard)), set(range(shard.chunks)))
         arriving.guard.acquire()
-        with self._changed:
+        with self._lock:
             try:
                 attempt, there = self._admit(shard)
             except DcsError:
@@ -187,7 +207,7 @@ class Holdings:
 
     def finish(self, arriving: Arriving) -> None:
         """The shard is whole: show it. Raises `Evicted` when a newer attempt has taken over meanwhile."""
-        with self._changed:
+        with self._lock:
             shard = arriving.shard
             if arriving.ended:
                 raise StaleVersion(f"{shard} was dropped while it arrived")
@@ -205,11 +225,11 @@ class Holdings:
                 self.memory.give_back(arriving.region)
                 return
             attempt.kept[shard.step, shard.rank] = Kept(shard, arriving.region)
-            self._change(run)
+            self._change(run, (shard.session, shard.rank))
 
     def hold(self, shard: Shard, region: Region) -> None:
         """Hold a shard that was handed over. Takes the region; raises as `begin`."""
-        with self._changed:
+        with self._lock:
             try:
                 attempt, there = self._admit(shard)
             except DcsError:
@@ -221,14 +241,14 @@ class Holdings:
                     return
                 raise StaleVersion(f"{shard} is held already, in memory of the keeper's own")
             attempt.kept[shard.step, shard.rank] = Kept(shard, region)
-            self._change(self._run(shard.name))
+            self._change(self._run(shard.name), (shard.session, shard.rank))
 
     def drop(self, which: Drop) -> bool:
         """Let go of a shard; False when somebody reads it, so that it will go a little later.
 
         Raises `Evicted` when a newer attempt has taken over, which may want to restore it.
         """
-        with self._changed:
+        with self._lock:
             run = self._runs.get(which.name)
             attempt = None if run is None else run.attempts.get(which.session)
             if run is None or attempt is None:
@@ -245,7 +265,7 @@ class Holdings:
 
     def retain(self, name: str, session: str, floor: Floor | None) -> None:
         """Let go of what is older than a floor, if the newest attempt says so."""
-        with self._changed:
+        with self._lock:
             run = self._runs.get(name)
             if run is None or floor is None or session not in run.attempts:
                 return
@@ -268,7 +288,7 @@ class Holdings:
 
     def forget(self, name: str) -> None:
         """Let go of everything under a name."""
-        with self._changed:
+        with self._lock:
             run = self._runs.get(name)
             if run is None:
                 return
@@ -283,7 +303,7 @@ class Holdings:
     @contextmanager
     def reading(self, which: Fetch | Shard) -> Iterator[Kept]:
         """A shard, which stays for as long as it is read. Raises `StaleVersion` when it is not held."""
-        with self._changed:
+        with self._lock:
             run = self._runs.get(which.name)
             attempt = None if run is None else run.attempts.get(which.session)
             kept = None if attempt is None else attempt.kept.get((which.step, which.rank))
@@ -297,14 +317,14 @@ class Holdings:
         try:
             yield kept
         finally:
-            with self._changed:
+            with self._lock:
                 kept.readers -= 1
                 if kept.doomed:
                     self._doom(attempt, kept)
 
     def older(self, shard: Shard) -> Shard | None:
         """The newest shard of the same rank and size that is held: most of a shard may equal it."""
-        with self._changed:
+        with self._lock:
             run = self._run(shard.name)
             found = [
                 (attempt.number, kept.shard.step, kept.shard)
@@ -316,7 +336,7 @@ class Holdings:
 
     def status(self) -> tuple[NameStatus, ...]:
         """What is held under each name."""
-        with self._changed:
+        with self._lock:
             return tuple(
                 NameStatus(
                     name,
@@ -392,6 +412,8 @@ class Holdings:
             if attempt.number != newest:
                 del run.attempts[attempt.session]
 
-    def _change(self, run: _Run) -> None:
+    def _change(self, run: _Run, source: tuple[str, int] | None = None) -> None:
         run.generation += 1
-        self._changed.notify_all()
+        for watcher in self._watchers:
+            if self._runs.get(watcher.name) is run and (source is None or watcher.source != source):
+                watcher.news.notify()

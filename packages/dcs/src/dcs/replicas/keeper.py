@@ -276,9 +276,10 @@ class _Connection:
             if request.session:
                 holdings.open(request.name, request.session, request.attempt, request.world_size)
             holdings.retain(request.name, request.session, request.floor)
-            return holdings.inventory(request.name, request.generation, request.seconds)
+            source = (request.session, request.rank)
+            return holdings.inventory(request.name, request.generation, request.seconds, source)
         if isinstance(request, Hand):
-            return self._map(request)
+            return self._take(request)
         if isinstance(request, Drop):
             return Dropped(holdings.drop(request))
         if isinstance(request, Choose):
@@ -295,18 +296,41 @@ class _Connection:
             )
         raise ProtocolError(f"a {type(request).__name__} was not expected here")
 
-    def _map(self, request: Hand) -> Held:
-        shard = request.shard
+    def _held(self, shard: Shard, dropped: tuple[bool, ...] = ()) -> Held:
+        return Held(self._holdings.inventory(shard.name, 0, 0.0), dropped)
+
+    def _take(self, request: Hand) -> Held:
+        shard, holdings = request.shard, self._holdings
         if not self.channel.local:
             raise ProtocolError(f"{shard} was handed over where memory cannot be passed")
-        descriptor = self.channel.descriptor()
-        self._holdings.retain(shard.name, shard.session, request.floor)
-        region = self._keeper.memory.map(descriptor, shard.nbytes, str(shard))
         if not shard.intact:
-            self._keeper.memory.give_back(region)
             raise CorruptChunk(f"the description of {shard} was damaged on its way")
-        self._holdings.hold(shard, region)
-        return Held()
+        holdings.retain(shard.name, shard.session, request.floor)
+        dropped = tuple(holdings.drop(which) for which in request.drops)
+        if request.copy:
+            self._copy(shard)
+        else:
+            region = self._keeper.memory.lend(self.channel.descriptor(), shard.nbytes, str(shard))
+            holdings.hold(shard, region)
+        return self._held(shard, dropped)
+
+    def _copy(self, shard: Shard) -> None:
+        arriving = self._holdings.begin(shard)
+        if arriving is None:
+            return
+        memory = arriving.region.memory
+        arriving.missing.update(range(shard.chunks))  # also what is here already is written again
+        try:
+            self._keeper.memory.copy(self.channel.descriptor(), arriving.region, shard.nbytes, str(shard))
+            for chunk in range(shard.chunks):
+                start, end = shard.span(chunk)
+                if xxhash.xxh3_128_digest(memory[start:end]) != shard.digest(chunk):
+                    # Given up meanwhile, and its memory used again for a newer step.
+                    raise CorruptChunk(f"chunk {chunk} of {shard} was not in its memory any more")
+                arriving.missing.discard(chunk)
+            self._holdings.finish(arriving)
+        finally:
+            arriving.guard.release()
 
     def _receive(self, request: Offer) -> None:
         shard = request.shard
@@ -316,12 +340,22 @@ class _Connection:
             self._holdings.retain(shard.name, shard.session, request.floor)
             arriving = self._holdings.begin(shard)
         except DcsError as error:
+            if request.pushed:
+                self.channel.skip_chunks(shard)
             self.channel.send(Refused(error.code, str(error)))
             return
         if arriving is None:
-            self.channel.send(Held())
+            if request.pushed:
+                self.channel.skip_chunks(shard)
+            self.channel.send(self._held(shard))
             return
         try:
+            if request.pushed:
+                self.channel.receive_chunks(
+                    shard, [(0, shard.chunks)], arriving.region.memory, arriving.missing
+                )
+            else:
+                self._reuse(shard, arriving)
             answer = self._chunks(shard, arriving)
         finally:
             arriving.guard.release()
@@ -329,7 +363,6 @@ class _Connection:
 
     def _chunks(self, shard: Shard, arriving: Arriving) -> Held | Refused:
         memory = arriving.region.memory
-        self._reuse(shard, arriving)
         rounds = ROUNDS
         while arriving.missing:
             if rounds == 0:
@@ -346,7 +379,7 @@ class _Connection:
             self._holdings.finish(arriving)
         except DcsError as error:
             return Refused(error.code, str(error))
-        return Held()
+        return self._held(shard)
 
     def _reuse(self, shard: Shard, arriving: Arriving) -> None:
         """Copy the chunks that this rank's last shard has in common with this one: frozen layers, say."""

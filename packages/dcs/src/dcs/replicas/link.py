@@ -1,5 +1,6 @@
 """A rank's side of one keeper: a thread that watches what it holds, and a connection that shards go over."""
 
+import socket
 import ssl
 import threading
 import time
@@ -50,6 +51,10 @@ class Watcher(Protocol):
         """The keeper holds something else, or was found or lost."""
         ...
 
+    def awaiting(self) -> None:
+        """Somebody waits for the answer to what was posted."""
+        ...
+
 
 class Link:
     """One keeper, as seen by one rank.
@@ -77,6 +82,8 @@ class Link:
         self._closing = threading.Event()
         self._lock = threading.Lock()  # of the connection that shards go over
         self._data: Channel | None = None
+        self._viewing = threading.Lock()
+        self._sent: bytes = b""  # digests of the last shard that went there
         self._cuttable = threading.Lock()
         self._open: set[Channel] = set()
         self._thread = threading.Thread(target=self._watch, name="dcs-replicas-watch", daemon=True)
@@ -89,6 +96,7 @@ class Link:
         """Cut both connections and join the thread. May be called twice."""
         self._closing.set()
         self._cut_all()
+        self._watcher.awaiting()
         if self._thread.ident is not None:
             self._thread.join()
         with self._lock:
@@ -118,27 +126,64 @@ class Link:
 
     # -- shards --
 
+    def post(self, message: Hand, descriptor: int) -> int | None:
+        """Hand a shard over without waiting for anything: `collect` takes the answer.
+
+        Returns the descriptor of the connection, which can be read once there is an answer, or None: it is in
+        use, or there is none, and `hand` or `send` have to do it. Until `collect`, nobody else can use it.
+        """
+        if not self._lock.acquire(blocking=False):
+            return None
+        try:
+            data = self._data
+            if data is not None and data.local:
+                data.send_with(message, descriptor, socket.MSG_DONTWAIT)
+                return data.fileno()
+        except OSError:
+            self._lose_data()
+        except BaseException:
+            self._lock.release()
+            raise
+        self._lock.release()
+        return None
+
+    def collect(self) -> Held:
+        """The answer to what was posted. Raises as `hand`."""
+        try:
+            data = self._data
+            if data is None:
+                raise KeeperLost(f"keeper {self.address} was lost")
+            return self._accepted(Held, self._exchange(Channel.answer))
+        finally:
+            self._lock.release()
+
     def hand(self, shard: Shard, descriptor: int, floor: Floor | None) -> None:
         """Let the keeper map a memfd. Raises `KeeperLost`, and what the keeper refuses it with."""
 
         def hand(channel: Channel) -> Answer:
-            channel.send(Hand(shard, floor))
-            channel.send_descriptor(descriptor)
+            channel.send_with(Hand(shard, floor), descriptor)
             return channel.answer()
 
-        self._expect(Held, hand)
+        self.note(self._expect(Held, hand).inventory)
+        self._watcher.changed()
 
     def send(
         self, shard: Shard, memory: memoryview, floor: Floor | None, given_up: Callable[[], bool]
     ) -> None:
         """Send a shard, going on after a cut with what is missing. Raises as `hand`."""
         missing, resumes = shard.chunks + 1, 0
+        # At once, rather than ask first, where asking takes longer than sending for nothing.
+        push = shard.chunks == 1 and shard.digests != self._sent
 
         def offer(channel: Channel) -> Answer:
-            nonlocal missing, resumes
+            nonlocal missing, resumes, push
             if given_up():  # before there was a connection that could have been cut
                 raise KeeperLost(f"{shard} is not sent to keeper {self.address} any more")
-            answer = channel.ask(Offer(shard, floor))
+            channel.send(Offer(shard, floor, push))
+            if push:
+                push = False
+                channel.send_chunks(shard, [(0, shard.chunks)], memory)
+            answer = channel.answer()
             while isinstance(answer, Need):
                 wanted = sum(count for _, count in answer.ranges)
                 missing, resumes = (wanted, 0) if wanted < missing else (missing, resumes)
@@ -148,12 +193,15 @@ class Link:
 
         while True:
             try:
-                self._expect(Held, offer, again=False)
-                return
+                held = self._expect(Held, offer, again=False)
+                break
             except KeeperLost:
                 resumes += 1
                 if resumes > MAX_RESUMES or given_up() or self._closing.is_set():
                     raise
+        self._sent = shard.digests
+        self.note(held.inventory)
+        self._watcher.changed()
 
     def drop(self, which: Drop) -> bool:
         """Whether the keeper has let go of a shard for good. Raises as `hand`."""
@@ -181,7 +229,8 @@ class Link:
 
     def look(self, watch: Watch) -> Inventory:
         """What it holds now; opens the session of `watch`. Raises as `hand`."""
-        self.view = view = self._expect(Inventory, lambda channel: channel.ask(watch))
+        view = self._expect(Inventory, lambda channel: channel.ask(watch))
+        self.note(view)
         return view
 
     def ask[T: Answer](self, message: Request, kind: type[T]) -> T:
@@ -191,6 +240,8 @@ class Link:
     # -- connections --
 
     def _expect[T](self, kind: type[T], exchange: Callable[[Channel], Answer], again: bool = True) -> T:
+        if self._lock.locked():
+            self._watcher.awaiting()
         with self._lock:
             used = again and self._data is not None
             try:
@@ -201,6 +252,9 @@ class Link:
                 answer = self._exchange(
                     exchange
                 )  # it was cut while nobody used it: every request may be repeated
+        return self._accepted(kind, answer)
+
+    def _accepted[T](self, kind: type[T], answer: Answer) -> T:
         if isinstance(answer, Refused):
             raise from_refusal(answer.code, answer.message)
         if not isinstance(answer, kind):
@@ -293,13 +347,26 @@ class Link:
                 return
             if not isinstance(answer, Inventory):
                 raise ProtocolError(f"keeper {self.address} answered a watch with {answer!r}")
-            generation, seconds = answer.generation, WATCH_SECONDS
-            self.view, self.fault = answer, None
+            self.note(answer, first=not seconds)
+            view = self.view
+            generation, seconds = answer.generation if view is None else view.generation, WATCH_SECONDS
+            self.fault = None
             self.tried.set()
             self._watcher.changed()
 
+    def note(self, view: Inventory, *, first: bool = False) -> None:
+        """What the keeper holds, unless it is older than what is known: answers come over two connections.
+
+        The `first` one of a connection always counts: the keeper may have started to count anew.
+        """
+        with self._viewing:
+            if first or (self.view is not None and view.generation >= self.view.generation):
+                self.view = view
+
     def _lost(self, fault: DcsError) -> None:
-        self.view, self.fault = None, fault
+        with self._viewing:
+            self.view = None
+        self.fault = fault
         self.cut()  # a shard that is on its way there goes elsewhere
         self.tried.set()
         self._watcher.changed()

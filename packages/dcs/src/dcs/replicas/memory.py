@@ -16,11 +16,63 @@ KEPT_SPARE = 256  # a buffer goes when so many were asked for and none was of it
 class Region:
     """Memory that holds one shard. `memory` is what can be read and written, `nbytes` what it counts for."""
 
-    def __init__(self, mapping: mmap.mmap, nbytes: int, mapped: bool) -> None:
-        self.memory = memoryview(mapping)
+    mapped = False  # it is a buffer of this process, rather than a rank's own memory
+
+    def __init__(self, mapping: mmap.mmap, nbytes: int) -> None:
+        self._memory: memoryview | None = memoryview(mapping)
         self.nbytes = nbytes
         self.spare_since = 0
-        self.mapped = mapped  # a rank's own memory, rather than a buffer of this process
+
+    @property
+    def memory(self) -> memoryview:
+        """Its bytes."""
+        assert self._memory is not None
+        return self._memory
+
+
+class LentRegion(Region):
+    """A rank's memfd, which is mapped, read-only, once somebody reads it: hardly a shard ever is."""
+
+    mapped = True
+
+    def __init__(self, descriptor: int, nbytes: int, what: str) -> None:
+        self._memory = None
+        self._descriptor = descriptor
+        self._what = what
+        self.nbytes = nbytes
+        self.spare_since = 0
+
+    @property
+    def memory(self) -> memoryview:
+        """Its bytes. Raises `KeeperFull` where the system cannot map them."""
+        if self._memory is None:
+            try:
+                mapping = mmap.mmap(self._descriptor, self.nbytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+            except OSError as error:
+                raise KeeperFull(f"{self._what}: its memory cannot be mapped: {error}") from error
+            self._memory = memoryview(mapping)
+        return self._memory
+
+    def release(self) -> None:
+        """Let go of it, for good."""
+        if self._memory is not None:
+            self._memory.release()
+        os.close(self._descriptor)
+
+
+def _room(descriptor: int, nbytes: int, what: str) -> int:
+    """The size of a memfd that a rank passed. Raises `ProtocolError` for one that is too small.
+
+    It has to be sealed: cut short under a mapping, it would end this process. Nothing but a memfd can be.
+    """
+    try:
+        sealed = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & SEALS == SEALS
+        size = os.fstat(descriptor).st_size
+    except OSError as error:
+        raise ProtocolError(f"{what}: what was passed is no memfd: {error}") from error
+    if not sealed or size < nbytes:
+        raise ProtocolError(f"{what}: a memfd of {size} bytes (sealed: {sealed}) for {nbytes} bytes")
+    return size
 
 
 class Memory:
@@ -61,31 +113,40 @@ class Memory:
             with self._lock:
                 self._used -= nbytes
             raise KeeperFull(f"no memory for {nbytes} bytes of {what}: {error}") from error
-        return Region(mapping, nbytes, mapped=False)
+        return Region(mapping, nbytes)
 
-    def map(self, descriptor: int, nbytes: int, what: str) -> Region:
-        """A rank's memfd, mapped read-only. Takes the descriptor. Raises `KeeperFull` and `ProtocolError`."""
+    def lend(self, descriptor: int, nbytes: int, what: str) -> LentRegion:
+        """A rank's memfd. Takes the descriptor. Raises `KeeperFull` and `ProtocolError`."""
         try:
-            # Sealed, so that it cannot be cut short under a mapping, which would end this process.
-            sealed = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & SEALS == SEALS
-            size = os.fstat(descriptor).st_size
-            if not sealed or size < nbytes:
-                raise ProtocolError(f"{what}: a memfd of {size} bytes (sealed: {sealed}) for {nbytes} bytes")
+            size = _room(descriptor, nbytes, what)
             with self._lock:
                 self._reserve(size, what)
-            mapping = mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        return LentRegion(descriptor, size, what)
+
+    def copy(self, descriptor: int, region: Region, nbytes: int, what: str) -> None:
+        """Fill a buffer from a rank's memfd. Takes the descriptor. Raises `ProtocolError`."""
+        try:
+            _room(descriptor, nbytes, what)
+            done = 0
+            while done < nbytes:  # read, as mapping it costs more: a fault for every few of its pages
+                count = os.preadv(descriptor, [region.memory[done:nbytes]], done)
+                if not count:
+                    raise ProtocolError(f"{what}: its memory ends after {done} of {nbytes} bytes")
+                done += count
         except OSError as error:
-            raise ProtocolError(f"{what}: its memory cannot be mapped: {error}") from error
+            raise ProtocolError(f"{what}: its memory cannot be read: {error}") from error
         finally:
             os.close(descriptor)
-        return Region(mapping, size, mapped=True)
 
     def give_back(self, region: Region) -> None:
         """The region holds nothing any more. One that a rank handed over is unmapped."""
         with self._lock:
-            if region.mapped:
+            if isinstance(region, LentRegion):
                 self._used -= region.nbytes
-                region.memory.release()
+                region.release()
             else:
                 region.spare_since = self._asked
                 self._spare.append(region)

@@ -9,10 +9,11 @@ import xxhash
 
 from dcs.control.messages import Label, Text
 
-PROTOCOL = 1
+PROTOCOL = 2
 CHUNK_BYTES = 4 << 20
 DIGEST_BYTES = 16
 MAX_MESSAGE_BYTES = 64 << 20
+MAX_DROPS = 64
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 WorldSize = Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
@@ -118,7 +119,8 @@ class Watch(msgspec.Struct, frozen=True, tag="watch"):
     `generation`.
 
     A session that the keeper does not know gets `attempt` as its number, or, where that is 0, one that is
-    greater than all before it. After `seconds` the answer comes in any case.
+    greater than all before it. After `seconds` the answer comes in any case. What came from `rank` itself is
+    no news to it: each `Held` told it so.
     """
 
     name: Label
@@ -128,24 +130,7 @@ class Watch(msgspec.Struct, frozen=True, tag="watch"):
     generation: Count
     seconds: Annotated[float, msgspec.Meta(ge=0, le=60)]
     floor: Floor | None = None
-
-
-class Offer(msgspec.Struct, frozen=True, tag="offer"):
-    """Take this shard. Answered by `Need`; chunks follow in that order, and are answered by `Need` or
-    `Held`.
-    """
-
-    shard: Shard
-    floor: Floor | None = None
-
-
-class Hand(msgspec.Struct, frozen=True, tag="hand"):
-    """Take this shard, by mapping a memfd, which follows with one byte. Unix sockets only. Answered by
-    `Held`.
-    """
-
-    shard: Shard
-    floor: Floor | None = None
+    rank: Count = 0
 
 
 class Drop(msgspec.Struct, frozen=True, tag="drop"):
@@ -157,6 +142,32 @@ class Drop(msgspec.Struct, frozen=True, tag="drop"):
     session: Label
     rank: Count
     step: Count
+
+
+class Offer(msgspec.Struct, frozen=True, tag="offer"):
+    """Take this shard. Answered by `Need`; chunks follow in that order, and are answered by `Need` or
+    `Held`.
+
+    A `pushed` one has all of its chunks behind it, wanted or not, and spares that question.
+    """
+
+    shard: Shard
+    floor: Floor | None = None
+    pushed: bool = False
+
+
+class Hand(msgspec.Struct, frozen=True, tag="hand"):
+    """Take this shard from a memfd, which comes with the message. Unix sockets only. Answered by `Held`.
+
+    Without `copy` the keeper maps the memfd, and holds the shard there until it is dropped. With it, the
+    shard is copied and verified before the answer, and the memfd let go of. `drops` are shards whose memory
+    the rank wants back.
+    """
+
+    shard: Shard
+    floor: Floor | None = None
+    copy: bool = False
+    drops: Annotated[tuple[Drop, ...], msgspec.Meta(max_length=MAX_DROPS)] = ()
 
 
 class Fetch(msgspec.Struct, frozen=True, tag="fetch"):
@@ -223,7 +234,10 @@ class Need(msgspec.Struct, frozen=True, tag="need"):
 
 
 class Held(msgspec.Struct, frozen=True, tag="held"):
-    """The shard is held, whole and verified."""
+    """The shard is held, whole and verified; with what is held now, and which `drops` have been let go of."""
+
+    inventory: Inventory
+    dropped: tuple[bool, ...] = ()
 
 
 class Dropped(msgspec.Struct, frozen=True, tag="dropped"):

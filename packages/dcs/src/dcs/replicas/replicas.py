@@ -137,6 +137,7 @@ class Replicas:
                     f"step {step} of {self.name!r} after step {self._last}; steps are positive and grow"
                 )
         began = time.monotonic()
+        self._shipping.express.take()
         flat = flatten(tree)
         flattened = time.monotonic()
         arena = self._shipping.arena(flat.nbytes, self._block_seconds)
@@ -168,7 +169,9 @@ class Replicas:
             except DcsError:
                 self._shipping.give_back(arena)
                 raise
-            saving = Saving(journey, self._changed, lambda: self._shipping.closed, self._lacking)
+            saving = Saving(
+                journey, self._changed, lambda: self._shipping.closed, self._lacking, self.awaiting
+            )
             self._last = step
             self._savings[step] = saving
             if len(self._savings) > _REMEMBERED:
@@ -293,7 +296,14 @@ class Replicas:
         """What a link asks its keeper."""
         with self._changed:
             return Watch(
-                self.name, self._session, self._attempt, self.world_size, generation, seconds, self.floor()
+                self.name,
+                self._session,
+                self._attempt,
+                self.world_size,
+                generation,
+                seconds,
+                self.floor(),
+                self.rank,
             )
 
     def changed(self) -> None:
@@ -319,6 +329,10 @@ class Replicas:
                     newest is not None and j.bare.session == self._session and j.step <= newest.place.step
                 )
             )
+
+    def awaiting(self) -> None:
+        """A link's answer is waited for."""
+        self._shipping.express.expedite()
 
     def floor(self) -> Floor | None:
         """What may be dropped; with the lock held."""

@@ -154,6 +154,9 @@ class _Observer:
     def changed(self) -> None:
         return
 
+    def awaiting(self) -> None:
+        return
+
 
 @contextmanager
 def _observing(

@@ -143,18 +143,21 @@ class Saving:
         changed: threading.Condition,
         closed: Callable[[], bool],
         lacking: Callable[[int], str],
+        expedite: Callable[[], None],
     ) -> None:
         self.step = journey.step
         self._journey = journey
         self._changed = changed
         self._closed = closed
         self._lacking = lacking
+        self._expedite = expedite
 
     @property
     def done(self) -> bool:
         """Whether `wait` would return, or raise, at once."""
         with self._changed:
             journey = self._journey
+            self._expedite()
             return self._closed() or (journey.settled and (journey.complete or journey.fault() is not None))
 
     def wait(self, timeout: float = 60.0) -> Saved:
@@ -186,4 +189,5 @@ class Saving:
                         f"shards of"
                         f" ranks {self._lacking(self.step)}"
                     )
+                self._expedite()
                 self._changed.wait(left)

@@ -1,20 +1,22 @@
 """What happens to a frozen step in the background: its copies are made, and its memory is used again.
 
 One thread makes each of a rank's copies, in the order of the steps; another takes arenas back from the
-keepers. All state is guarded by one lock. Each kind of waiter has a condition of its own over it: a thread
-that is woken for nothing takes the interpreter from the thread that trains.
+keepers. Small shards go to keepers on this machine without either: see `express`. All state is guarded by one
+lock. Each kind of waiter has a condition of its own over it: a thread that is woken for nothing takes the
+interpreter from the thread that trains.
 """
 
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from dcs.errors import Closed, DcsError, Evicted, Timeout
 from dcs.replicas.arenas import Arena
+from dcs.replicas.express import Express, Posted, is_small
 from dcs.replicas.link import Link
-from dcs.replicas.messages import Drop, Floor, Place
+from dcs.replicas.messages import CHUNK_BYTES, MAX_DROPS, Drop, Floor, Hand, Held, Place
 from dcs.replicas.saving import Journey
 
 RECLAIM_SECONDS = 5.0  # for a keeper to let go of what it was told to
@@ -31,13 +33,18 @@ class View(Protocol):
         """Where a step stands among all."""
         ...
 
+    def changed(self) -> None:
+        """A keeper holds something else."""
+        ...
+
 
 class Shipping:
     """The steps of one rank that are on their way, and the arenas they lie in.
 
     Args:
         copies: how many keepers are to hold each step.
-        arenas: how many steps may lie in memory at a time, without what `freeze` gives up.
+        arenas: how many steps may lie in memory at a time, without what `freeze` gives up; one more where
+            they are small, as those are only taken back with the message of the next step.
         view: what is known of the keepers.
         local: the keeper that arenas may be handed over to, or None; called with the lock held.
     """
@@ -61,6 +68,9 @@ class Shipping:
         self._hurry = False  # a keeper or another rank did not keep up: do not wait for it again
         self._releasing = 0  # arenas that a keeper is asked to let go of
         self._wanted = 0  # bytes of an arena that is made in the background
+        self._waiting = 0  # callers that need an arena now
+        self._working = [False] * copies  # the thread of this copy is making one
+        self.express = Express(self._answered)
         self._threads = [
             threading.Thread(target=self._copy, args=(index,), name=f"dcs-replicas-copy-{index}", daemon=True)
             for index in range(copies)
@@ -69,6 +79,7 @@ class Shipping:
 
     def start(self) -> None:
         """Start the threads."""
+        self.express.start()
         for thread in self._threads:
             thread.start()
 
@@ -81,6 +92,7 @@ class Shipping:
         for thread in self._threads:
             if thread.ident is not None:
                 thread.join()
+        self.express.close()
         with self.changed:
             for arena in [*self._free, *(j.arena for j in self._journeys if not j.released)]:
                 arena.close()
@@ -97,6 +109,7 @@ class Shipping:
         now = time.monotonic()
         with self.changed:
             self._wanted = nbytes
+            limit = self._most(nbytes)
             deadline = now if self._hurry else now + seconds
             last = deadline + RECLAIM_SECONDS
             while True:
@@ -106,7 +119,7 @@ class Shipping:
                     return arena
                 now = time.monotonic()
                 late = now >= deadline
-                if self._count < self._limit + late:
+                if self._count < limit + late:
                     self._count += 1
                     break
                 if late:
@@ -117,8 +130,13 @@ class Shipping:
                         f"no memory for a step of {nbytes} bytes after {seconds + RECLAIM_SECONDS} s: keepers"
                         f" hold on to {self._count} older ones"
                     )
-                self._wake()
-                self.changed.wait((last if late else deadline) - now)
+                self._waiting += 1
+                self.express.expedite()
+                try:
+                    self._wake()
+                    self.changed.wait((last if late else deadline) - now)
+                finally:
+                    self._waiting -= 1
         try:
             return Arena(nbytes)
         except BaseException:
@@ -140,6 +158,9 @@ class Shipping:
             raise Closed("the replicas were closed")
         if self.evicted is not None:
             raise self.evicted
+
+    def _most(self, nbytes: int) -> int:
+        return self._limit + (nbytes <= CHUNK_BYTES)
 
     def _take(self, nbytes: int) -> Arena | None:
         for arena in self._free:
@@ -200,9 +221,9 @@ class Shipping:
             journey.open = len(self._queues)
             self._journeys.append(journey)
             self._incomplete.append(journey)
-            for queue, queued in zip(self._queues, self._queued, strict=True):
-                queue.append(journey)
-                queued.notify()
+            for index in range(len(self._queues)):
+                if not self._post(journey, index):
+                    self._queue(journey, index)
             self._wake()
 
     def look(self, complete: Callable[[Journey], bool]) -> None:
@@ -214,6 +235,57 @@ class Shipping:
         self._incomplete = [j for j in self._incomplete if not j.complete and j.fault() is None]
         self._wake()
 
+    def _queue(self, journey: Journey, index: int) -> None:
+        self._queues[index].append(journey)
+        self._queued[index].notify()
+
+    def _post(self, journey: Journey, index: int) -> bool:
+        """Have a copy made without a thread that waits for it, if that works at once."""
+        if index >= len(journey.routes) or self._queues[index] or self._working[index]:
+            return False  # steps do not overtake each other
+        link = journey.routes[index]
+        if not (link.up and link.local and is_small(journey.bare)):
+            return False
+        mapped = link is self._local()
+        floor = self._view.floor()
+        returning = []
+        if mapped:
+            journey.handed = link  # before it is, as from then on its memory is not ours
+            returning = [j for j in self._journeys if j.handed is link and self._may_go(j, floor)][:MAX_DROPS]
+        drops = tuple(_drop(each) for each in returning)
+        message = Hand(journey.shard(), floor, not mapped, drops)
+        if not self.express.send(Posted(journey, index, link, returning), message):
+            return False
+        for each in returning:
+            self._part(each)
+        journey.moving += 1
+        journey.busy.append(link)
+        return True
+
+    def _answered(self, answers: Sequence[tuple[Posted, Held | DcsError]]) -> None:
+        for posted, answer in answers:
+            if isinstance(answer, Held):
+                posted.link.note(answer.inventory)
+        self._view.changed()
+        with self.changed:
+            for posted, answer in answers:
+                journey, index = posted.journey, posted.index
+                journey.moving -= 1
+                journey.busy.remove(posted.link)
+                if isinstance(answer, Held):
+                    journey.held.append(posted.link)
+                    self._close_one(journey)
+                    for each, free in zip(posted.returning, answer.dropped, strict=True):
+                        self._settle(each, free)
+                    continue
+                # Once more, by the one who can wait, and turn to others: a request may be repeated.
+                for each in posted.returning:
+                    self._releasing -= 1
+                    each.released = False
+                    self._journeys.append(each)
+                self._queue(journey, index)
+            self._wake()
+
     def _copy(self, index: int) -> None:
         queue, queued = self._queues[index], self._queued[index]
         while True:
@@ -224,11 +296,13 @@ class Shipping:
                     return
                 journey = queue.popleft()
                 journey.moving += 1
+                self._working[index] = True
             try:
                 self._make_copy(journey, index)
             finally:
                 with self.changed:
                     journey.moving -= 1
+                    self._working[index] = False
                     self._close_one(journey)
 
     def _make_copy(self, journey: Journey, index: int) -> None:
@@ -293,10 +367,14 @@ class Shipping:
     def _due(self) -> Journey | int | None:
         """A step whose memory can be taken back, or how many bytes a new arena is to have, if either."""
         floor = self._view.floor() if self._journeys else None
-        journey = next((j for j in self._journeys if self._may_go(j, floor)), None)
-        if journey is not None:
-            return journey
-        return self._wanted if self._wanted and not self._free and self._count < self._limit else None
+        for journey in self._journeys:
+            # A small one goes with the next step's message, unless somebody needs it now.
+            if (self._waiting or journey.handed is None or not is_small(journey.bare)) and self._may_go(
+                journey, floor
+            ):
+                return journey
+        few = self._count < self._most(self._wanted)
+        return self._wanted if self._wanted and not self._free and few else None
 
     def _reclaim(self) -> None:
         while True:
@@ -306,9 +384,7 @@ class Shipping:
                 if self.closed or due is None:
                     return
                 if isinstance(due, Journey):
-                    self._journeys.remove(due)
-                    due.released = True
-                    self._releasing += 1
+                    self._part(due)
                 else:
                     self._count += 1
             if isinstance(due, Journey):
@@ -319,20 +395,29 @@ class Shipping:
     def _release(self, journey: Journey) -> None:
         free = True
         if journey.handed is not None:
-            bare = journey.bare
             try:
-                free = journey.handed.drop(Drop(bare.name, bare.session, bare.rank, bare.step))
+                free = journey.handed.drop(_drop(journey))
             except DcsError:
                 free = False  # whether it still maps it is not known
         with self.changed:
-            self._releasing -= 1
-            if free:
-                self._free.append(journey.arena)
-            else:
-                # Never written again, as somebody may read it; a new one takes its place.
-                journey.arena.close()
-                self._count -= 1
+            self._settle(journey, free)
             self._wake()
+
+    def _part(self, journey: Journey) -> None:
+        """A step's memory is being taken back."""
+        self._journeys.remove(journey)
+        journey.released = True
+        self._releasing += 1
+
+    def _settle(self, journey: Journey, free: bool) -> None:
+        """A keeper has let go of a step's memory, or (not `free`) may not have."""
+        self._releasing -= 1
+        if free:
+            self._free.append(journey.arena)
+        else:
+            # Never written again, as somebody may read it; a new one takes its place.
+            journey.arena.close()
+            self._count -= 1
 
     def _make_ahead(self, nbytes: int) -> None:
         """Make an arena before it is asked for: the kernel clears its pages, which takes longer than to fill
@@ -345,3 +430,8 @@ class Shipping:
         with self.changed:
             self._wanted = 0 if arena is None else self._wanted
         self.give_back(arena)
+
+
+def _drop(journey: Journey) -> Drop:
+    bare = journey.bare
+    return Drop(bare.name, bare.session, bare.rank, bare.step)
