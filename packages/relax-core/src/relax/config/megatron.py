@@ -113,6 +113,10 @@ class MegatronSettings(Settings):
     """What is balanced: a micro-batch, each of its positions, or all replicas since the last step."""
     z_loss: float | None = Field(default=None, gt=0)
     """Weight of the router's z-loss, which keeps its logits small."""
+    share_encoding: bool = True
+    """Tensor- and context-parallel ranks share the images and sounds of a micro-batch among them, each of
+    which has all of the encoders. Without, every rank encodes all: no rows are exchanged.
+    """
     transformer_engine: bool | None = None
     """Layers of Transformer Engine; by default on a GPU where it is installed."""
     transformer_config: dict[str, Any] = Field(default_factory=dict)

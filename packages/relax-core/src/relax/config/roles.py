@@ -5,6 +5,7 @@ from typing import Literal
 from pydantic import Field
 
 from relax.config.base import Settings
+from relax.config.freeze import Frozen
 from relax.config.lora import LoraSettings
 from relax.config.megatron import MegatronSettings
 from relax.config.parallel import ParallelSettings
@@ -111,6 +112,10 @@ class ActorSettings(ParallelSettings):
     packing: bool = False
     """Lay the rows of a micro-batch end to end instead of padding them, with attention kept inside each row.
     Pays where their lengths differ much.
+    """
+    freeze: Frozen = ()
+    """Parts of the model that are left as they are: `language`, `vision`, `audio`, `projector`. They get no
+    gradient and no optimizer state; engines are sent them like the others.
     """
     lora: LoraSettings = LoraSettings()
     megatron: MegatronSettings = MegatronSettings()

@@ -121,8 +121,19 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
     return make
 
 
+def _seeing() -> Any:
+    """processes/seeing.py, which a rank process imports by name."""
+    path = HERE / "processes" / "seeing.py"
+    spec = util.spec_from_file_location("seeing", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 def _write(folder: Path, kind: str, tied: bool, layers: int, other: dict[str, Any]) -> None:
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     sizes: dict[str, Any] = {
         "vocab_size": VOCABULARY,
@@ -136,16 +147,20 @@ def _write(folder: Path, kind: str, tied: bool, layers: int, other: dict[str, An
     }
     if kind.startswith("qwen3"):
         sizes["head_dim"] = 16
-    if kind == "qwen3_moe":
+    if kind in ("qwen3_moe", "qwen3_vl_moe"):
         sizes |= {
             "moe_intermediate_size": 16,
             "num_experts": 4,
             "num_experts_per_tok": 2,
             "norm_topk_prob": True,
         }
+    maker: Any = AutoModelForCausalLM
+    if kind.startswith("qwen3_vl"):
+        maker, seeing = AutoModelForImageTextToText, _seeing()
+        sizes = seeing.write_config(kind, sizes, tied, list(other.pop("deepstack", (0, 1))))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**sizes, **other}))
+        model = maker.from_config(AutoConfig.for_model(kind, **{**sizes, **other}))
         with torch.no_grad():
             for parameter in model.parameters():
                 # Larger than the usual initialisation, so that logits are far apart and errors show.

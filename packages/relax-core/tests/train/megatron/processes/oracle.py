@@ -3,31 +3,43 @@
 import math
 from typing import Any
 
+import seeing
 import torch
-from problem import SETTINGS, batches, loss
+from problem import SETTINGS, batches_for, loss
 from relax.algorithms.spec import LossInputs
+from relax.backends.models import unsampled_tokens
 from relax.backends.train.base import Packed
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 
 def load(folder: str) -> torch.nn.Module:
     # The grouped kernels of experts know no float64.
-    return AutoModelForCausalLM.from_pretrained(
+    kind = AutoModelForImageTextToText if seeing.sees(folder) else AutoModelForCausalLM
+    return kind.from_pretrained(
         folder, dtype=torch.float64, attn_implementation="sdpa", experts_implementation="eager"
     ).eval()
 
 
-def logprobs(model: torch.nn.Module, batch: Packed, temperature: float) -> Tensor:
-    """Row by row, without padding or packing."""
+def logprobs(model: Any, batch: Packed, temperature: float) -> Tensor:
+    """Row by row, without padding or packing; 0 for a token that stands for media, which is never said."""
     found = []
-    for first, last, prompt in zip(
-        batch.offsets[:-1].tolist(), batch.offsets[1:].tolist(), batch.prompt_lengths.tolist(), strict=True
+    never = list(unsampled_tokens(model.config))
+    for first, last, prompt, media in zip(
+        batch.offsets[:-1].tolist(),
+        batch.offsets[1:].tolist(),
+        batch.prompt_lengths.tolist(),
+        batch.media or [[]] * batch.rows,
+        strict=True,
     ):
         row = batch.tokens[first:last]
-        logits = model(input_ids=row[None], use_cache=False).logits[0].double() / temperature
+        shown = seeing.arguments(row, media)
+        logits = model(input_ids=row[None], use_cache=False, **shown).logits[0].double() / temperature
+        logits = logits.index_fill(1, torch.tensor(never, dtype=torch.int64), -torch.inf)
         scores = logits.log_softmax(-1)[prompt - 1 : -1]
-        found.append(scores.gather(1, row[prompt:, None])[:, 0])
+        unsaid = torch.isin(row[prompt:], torch.tensor(never))
+        said = row[prompt:].masked_fill(unsaid, seeing.START)
+        found.append(scores.gather(1, said[:, None])[:, 0].masked_fill(unsaid, 0.0))
     return torch.cat(found)
 
 
@@ -54,7 +66,7 @@ def one_step(
 ) -> dict[str, dict[str, Tensor]]:
     model = load(folder)
     temperature = SETTINGS["temperature"]
-    work = batches(seed, vocabulary)
+    work = batches_for(folder, seed, vocabulary)
     named: dict[str, Any] = dict(model.named_parameters())
     with torch.no_grad():
         scores = {f"before.{i}": logprobs(model, batch, temperature) for i, batch in enumerate(work)}

@@ -1,10 +1,16 @@
 """The batch and the loss that every split and the oracle work on. Imports nothing of the backend."""
 
+import seeing
 import torch
 from relax.algorithms.spec import LossInputs, LossOutputs
 from relax.backends.train.base import Packed
 
 SETTINGS = {"lr": 1e-3, "temperature": 0.9, "weight_decay": 0.1, "clip_grad_norm": 0.5}
+
+
+def batches_for(folder: str, seed: int, vocabulary: int, count: int = 4) -> list[Packed]:
+    """With media for a model that sees."""
+    return (seeing.batches if seeing.sees(folder) else batches)(seed, vocabulary, count)
 
 
 def batches(seed: int, vocabulary: int, count: int = 4) -> list[Packed]:

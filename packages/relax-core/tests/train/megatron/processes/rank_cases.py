@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from problem import SETTINGS, batches, loss
+from problem import SETTINGS, batches, batches_for, loss
 from relax.algorithms.spec import LossInputs, LossOutputs
 from relax.backends.train.base import Packed
 from relax.backends.train.megatron.rank import MegatronRank
@@ -86,7 +86,7 @@ def one_step(
 
     place = Path(out)
     with rank_of(folder, actor, **settings) as rank:
-        work = mine(rank, batches(11, vocabulary))
+        work = mine(rank, batches_for(folder, 11, vocabulary))
         where = rank.coordinates
         before = rank.forward(work)
         found = rank.forward_backward(work, loss)
@@ -149,7 +149,7 @@ def train_and_save(
     """Train, save after `steps`, go on; logprobs at the save and the digest of weights at the end."""
     with rank_of(folder, actor, **settings) as rank:
         for step in range(steps):
-            rank.forward_backward(mine(rank, batches(20 + step, vocabulary)), loss)
+            rank.forward_backward(mine(rank, batches_for(folder, 20 + step, vocabulary)), loss)
             rank.optim_step(1 / 40)
         rank.save(Path(out))
         return _go_on(rank, vocabulary)
@@ -167,7 +167,7 @@ def load_and_go_on(
 def save_and_export(folder: str, actor: dict[str, Any], out: str, vocabulary: int) -> dict[str, Any]:
     """A step, then a checkpoint and a Hugging Face folder of the same weights."""
     with rank_of(folder, actor) as rank:
-        rank.forward_backward(mine(rank, batches(20, vocabulary)), loss)
+        rank.forward_backward(mine(rank, batches_for(folder, 20, vocabulary)), loss)
         rank.optim_step(1 / 40)
         rank.save(Path(out) / "checkpoint")
         rank.export(Path(out) / "exported")
@@ -175,7 +175,7 @@ def save_and_export(folder: str, actor: dict[str, Any], out: str, vocabulary: in
 
 
 def _go_on(rank: MegatronRank, vocabulary: int) -> dict[str, Any]:
-    work = mine(rank, batches(40, vocabulary))
+    work = mine(rank, batches_for(str(rank.folder), 40, vocabulary))
     scores = rank.forward(work)
     draw = torch.rand(4).tolist()
     rank.forward_backward(work, loss)

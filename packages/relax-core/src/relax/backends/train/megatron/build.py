@@ -12,11 +12,13 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch.nn import functional
 
 from relax.backends.train.errors import SettingsError, UntrainableModelError
 from relax.backends.train.megatron.attention import PackedAttention
 from relax.backends.train.megatron.families import FAMILIES, Family
+from relax.backends.train.megatron.media import DeepstackLayer, MediaModel, MediaSpec
 from relax.backends.train.megatron.norm import RMSNorm
 from relax.backends.train.megatron.padding_token import keep_untrained
 from relax.backends.train.megatron.rotary import PackedRotary, inverse_frequencies
@@ -37,6 +39,8 @@ class Blueprint:
         padded_vocabulary: rows of the embedding over all tensor ranks.
         tied: the output layer is the embedding.
         critic: one value a token instead of logits.
+        media: how it takes media; None for a model of text alone.
+        share_encoding: ranks of a stage share the images of a micro-batch.
     """
 
     hf: Any
@@ -46,6 +50,8 @@ class Blueprint:
     padded_vocabulary: int
     tied: bool
     critic: bool
+    media: MediaSpec | None = None
+    share_encoding: bool = True
 
 
 def family_of(config: Any) -> Family:
@@ -66,6 +72,7 @@ def family_of(config: Any) -> Family:
 def blueprint(
     hf: Any,
     *,
+    whole: Any = None,
     parallel: ParallelSettings,
     settings: MegatronSettings,
     dtype: torch.dtype,
@@ -77,6 +84,7 @@ def blueprint(
 
     Args:
         hf: the text config of the model folder.
+        whole: its config, of which `hf` may be a part; None where it is all.
         parallel: the split.
         settings: of the backend.
         dtype: float32, or bfloat16 with float32 masters in the optimizer.
@@ -89,7 +97,13 @@ def blueprint(
         SettingsError: a split that the model's sizes do not allow, or settings that Megatron refuses.
     """
     family = family_of(hf)
+    whole = hf if whole is None else whole
+    # Of a model with several towers the whole config says whether the output layer is the embedding.
+    hf.tie_word_embeddings = bool(getattr(whole, "tie_word_embeddings", False))
     text = hf.to_dict()
+    media = None if family.media is None else family.media(whole)
+    if media is not None:
+        _require_room(media, parallel, family.shape(text).layers)
     engine = _transformer_engine(settings, device)
     _require_fitting(family, text, parallel, settings)
     multiple = settings.vocabulary_divisor * parallel.tensor_parallel
@@ -114,8 +128,10 @@ def blueprint(
         config=config,
         transformer_engine=engine,
         padded_vocabulary=-(-hf.vocab_size // multiple) * multiple,
-        tied=bool(getattr(hf, "tie_word_embeddings", False)) and not critic,
+        tied=hf.tie_word_embeddings and not critic,
         critic=critic,
+        media=media,
+        share_encoding=settings.share_encoding,
     )
 
 
@@ -130,9 +146,12 @@ def chunks(plan: Blueprint) -> list[GPTModel]:
             known(ignore_virtual=False, vp_stage=virtual)
             for known in (parallel_state.is_pipeline_first_stage, parallel_state.is_pipeline_last_stage)
         )
-        model: Any = GPTModel(
+        spec = _spec(plan, virtual)
+        model = _model(
+            plan,
+            virtual,
             config=plan.config,
-            transformer_layer_spec=cast("Any", _spec(plan, virtual)),
+            transformer_layer_spec=cast("Any", spec),
             vocab_size=plan.padded_vocabulary,
             max_sequence_length=plan.hf.max_position_embeddings,
             pre_process=first,
@@ -146,11 +165,27 @@ def chunks(plan: Blueprint) -> list[GPTModel]:
         padding = getattr(plan.hf, "pad_token_id", None)
         if first and padding is not None:
             keep_untrained(model.embedding.word_embeddings, padding)
-        model.rotary_pos_emb = PackedRotary(frequencies.to(_device(model)))
+        section = plan.media.section if plan.media is not None else None
+        model.rotary_pos_emb = PackedRotary(frequencies.to(_device(model)), section)
         if last and plan.critic:
             model.output_layer = ValueHead(plan.config).to(_device(model))
         built.append(model.train())
     return built
+
+
+def _model(plan: Blueprint, virtual: int | None, **arguments: Any) -> Any:
+    if plan.media is None:
+        return GPTModel(**arguments)
+    first = get_transformer_layer_offset(
+        plan.config, virtual, parallel_state.get_pipeline_model_parallel_rank()
+    )
+    return MediaModel(
+        plan.media,
+        first_layer=first,
+        shared=plan.share_encoding,
+        recompute=plan.config.recompute_granularity == "full",
+        **arguments,
+    )
 
 
 def _device(model: GPTModel) -> torch.device:
@@ -161,6 +196,9 @@ def _spec(plan: Blueprint, virtual: int | None) -> TransformerBlockSubmodules:
     spec = get_gpt_decoder_block_spec(
         plan.config, plan.transformer_engine, normalization="RMSNorm", vp_stage=virtual
     )
+    if plan.media is not None:
+        layers = [dataclasses.replace(layer, module=DeepstackLayer) for layer in spec.layer_specs or []]
+        spec = dataclasses.replace(spec, layer_specs=layers)
     if plan.transformer_engine:
         return spec
     return dataclasses.replace(
@@ -193,6 +231,19 @@ def _transformer_engine(settings: MegatronSettings, device: torch.device) -> boo
             "out to use it where it is"
         )
     return settings.transformer_engine
+
+
+def _require_room(media: MediaSpec, parallel: ParallelSettings, layers: int) -> None:
+    """Features for the first layers travel on to the next stage, but not on an interleaved schedule: there
+    all stages are told one length for all they send.
+    """
+    own = layers // (parallel.pipeline_parallel * parallel.virtual_pipeline)
+    if parallel.virtual_pipeline > 1 and own < media.deep:
+        raise SettingsError(
+            f"actor.virtual_pipeline = {parallel.virtual_pipeline} leaves {own} layers to a stage, but this "
+            f"model adds features of its images after the first {media.deep}, which have to be in the first "
+            "stage of an interleaved schedule; lower actor.virtual_pipeline or actor.pipeline_parallel"
+        )
 
 
 def _require_fitting(

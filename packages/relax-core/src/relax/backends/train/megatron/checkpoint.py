@@ -29,7 +29,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor, distributed
+from torch import Tensor, distributed, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
@@ -85,7 +85,7 @@ def save(
         partial.mkdir(parents=True)
     distributed.barrier()
     steps = moments.steps_of(optimizer.inner)
-    parameters = local_names(models)
+    parameters = _trained(models)
     state = moments.read(optimizer.inner, parameters, _has_masters(plan)) if steps else {}
     dist_checkpointing.save(_sharded(models, state), str(partial), sharded_strategy=_WriteHere())
     save_file(_random_state(), partial / _rng_name(distributed.get_rank()))
@@ -121,7 +121,7 @@ def load(folder: Path, models: Sequence[GPTModel], optimizer: Optimizer, plan: B
     described = describe(folder)
     _require_same_model(folder, described, plan)
     steps = int(described["optimizer_steps"])
-    parameters = local_names(models)
+    parameters = _trained(models)
     masters = _has_masters(plan)
     room = moments.empty(parameters, masters) if steps else {}
     try:
@@ -165,6 +165,11 @@ def describe(folder: Path) -> dict[str, Any]:
             f"{('megatron', SCHEMA)}"
         )
     return found
+
+
+def _trained(models: Sequence[GPTModel]) -> dict[str, nn.Parameter]:
+    """Parameters that have an optimizer's state: not those that are frozen."""
+    return {name: part for name, part in local_names(models).items() if part.requires_grad}
 
 
 class _WriteHere(TorchDistSaveShardedStrategy):

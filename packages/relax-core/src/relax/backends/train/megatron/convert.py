@@ -7,9 +7,10 @@ by one and written file by file: neither the model nor the optimizer is ever in 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-from dcs.layout import MegatronShape, Piece, TensorSpec, megatron_layout
+from dcs.layout import MegatronShape, Piece, TensorSpec, megatron_layout, whole
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
@@ -20,8 +21,10 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from relax.backends.models import ModelFolderError, load_config, text_config
 from relax.backends.train.errors import StateCorruptError, StateMismatchError, StateMissingError
 from relax.backends.train.export import export_folder
-from relax.backends.train.megatron.families.base import shape_of
+from relax.backends.train.megatron.experts import stored
+from relax.backends.train.megatron.families import FAMILIES, Family
 from relax.backends.train.megatron.files import FILE_BYTES, describe, file_names, files_of
+from relax.backends.train.megatron.sources import weights_of
 
 
 @dataclass(frozen=True)
@@ -51,24 +54,49 @@ def convert(source: Path, target: Path, origin: Path, limit: int = FILE_BYTES) -
         ExportError: the target holds something.
     """
     try:
-        config = text_config(load_config(origin))
+        config = load_config(origin)
     except ModelFolderError as error:
         raise StateMissingError(str(error)) from error
     reader = _Reader(source)
-    shape = shape_of(config.to_dict())
+    family, shape = _mapping(config)
     dtype = reader.dtype("embedding.word_embeddings.weight")
-    files = files_of(sorted(_targets(shape, dtype), key=lambda found: found.spec.name), limit)
+    targets = sorted(_targets(family, shape, dtype, reader), key=lambda found: found.spec.name)
+    units = stored(targets, weights_of(origin), fused=family.fused_experts)
+    # In the order of the checkpoint's tensors, of which the last one read is kept.
+    files = files_of(sorted(units, key=lambda unit: unit.members[0].spec.name), limit)
     names = file_names(len(files))
     with export_folder(source=origin, target=target) as scratch:
         for name, contents in zip(names, files, strict=True):
-            save_file(
-                {made.name: _assembled(made, reader) for made in contents}, scratch / name, {"format": "pt"}
-            )
+            made = {
+                unit.name: unit.assembled([_assembled(part, reader) for part in unit.members])
+                for unit in contents
+            }
+            save_file(made, scratch / name, {"format": "pt"})
         describe(scratch, origin, files)
     return names
 
 
-def _targets(shape: MegatronShape, dtype: torch.dtype) -> Iterator[Target]:
+def _mapping(config: Any) -> tuple[Family, MegatronShape]:
+    """Of a model's config: its family, and the sizes of its decoder."""
+    text = text_config(config)
+    family = FAMILIES.get(text.model_type)
+    if family is None:
+        raise StateMismatchError(
+            f"model type {text.model_type!r} is none whose checkpoints can be converted "
+            f"({', '.join(sorted(FAMILIES))}); export it with the ranks that trained it"
+        )
+    # Of a model with several towers the whole config says whether the output layer is the embedding.
+    tied = bool(getattr(config, "tie_word_embeddings", False))
+    return family, family.shape(text.to_dict() | {"tie_word_embeddings": tied})
+
+
+def _targets(family: Family, shape: MegatronShape, dtype: torch.dtype, reader: "_Reader") -> Iterator[Target]:
+    for name, size in reader.encoders():
+        source = family.encoder_named(name)
+        if source is not None:
+            pieces = whole(source, size)
+            spec = TensorSpec(name, size, str(dtype).removeprefix("torch."), pieces)
+            yield Target(source, size, dtype, spec, pieces)
     layout = megatron_layout(shape, dtype, vocab_divisor=1, experts="grouped", transformer_engine=True)
     for spec in layout.tensors:
         by_source: dict[str, list[Piece]] = {}
@@ -76,7 +104,7 @@ def _targets(shape: MegatronShape, dtype: torch.dtype) -> Iterator[Target]:
             if piece.size:
                 by_source.setdefault(piece.source, []).append(piece)
         for source, pieces in by_source.items():
-            yield Target(source, pieces[0].shape, dtype, spec, tuple(pieces))
+            yield Target(family.named(source), pieces[0].shape, dtype, spec, tuple(pieces))
 
 
 def _assembled(target: Target, reader: "_Reader") -> Tensor:
@@ -104,6 +132,12 @@ class _Reader:
 
     def dtype(self, key: str) -> torch.dtype:
         return self._described(key).properties.dtype
+
+    def encoders(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Name and shape of every tensor of an encoder; those are whole in a checkpoint."""
+        for name in self._known:
+            if name.startswith("encoders."):
+                yield name, tuple(self._described(name).size)
 
     def tensor(self, spec: TensorSpec) -> Tensor:
         """The tensor of one layer and one expert, in the shape that the spec says, padding cut off."""

@@ -17,7 +17,9 @@ from torch import Tensor, distributed
 
 from relax.backends.train.errors import ExportError
 from relax.backends.train.export import export_folder
+from relax.backends.train.megatron.experts import Stored, stored
 from relax.backends.train.megatron.files import FILE_BYTES, describe, file_names, files_of
+from relax.backends.train.megatron.sources import weights_of
 from relax.backends.train.megatron.weights import sources_of
 
 
@@ -79,6 +81,7 @@ def write(
     tensors: Mapping[str, Tensor],
     device: torch.device,
     limit: int = FILE_BYTES,
+    fused: bool = False,
 ) -> None:
     """Write a Hugging Face folder to `folder`, whole or not at all; every rank calls it.
 
@@ -89,6 +92,7 @@ def write(
         tensors: this rank's, by the layout's names.
         device: through which boxes are sent.
         limit: bytes of a file.
+        fused: how the family holds experts, for a source without weights; see `experts.py`.
 
     Raises:
         ExportError: the target holds something, or is no folder; on every rank alike.
@@ -98,7 +102,7 @@ def write(
     layouts, refused = _exchanged(layout, taken, device)
     if refused:
         raise ExportError(f"export target {folder} is already there and not an empty folder; name a new one")
-    files = files_of(plan(layouts), limit)
+    files = files_of(stored(plan(layouts), weights_of(source), fused=fused), limit)
     if rank == 0:
         with export_folder(source=source, target=folder) as scratch:
             _told(str(scratch), device)
@@ -112,14 +116,19 @@ def write(
 
 
 def _write_files(
-    scratch: Path, files: Sequence[Sequence[Planned]], tensors: Mapping[str, Tensor], device: torch.device
+    scratch: Path,
+    files: Sequence[Sequence[Stored[Planned]]],
+    tensors: Mapping[str, Tensor],
+    device: torch.device,
 ) -> None:
     rank, size = distributed.get_rank(), distributed.get_world_size()
     for index, (name, contents) in enumerate(zip(file_names(len(files)), files, strict=True)):
         writer = index % size
-        gathered = {
-            tensor.name: made for tensor in contents for made in _moved(tensor, writer, tensors, device)
-        }
+        gathered: dict[str, Tensor] = {}
+        for unit in contents:
+            parts = [made for member in unit.members for made in _moved(member, writer, tensors, device)]
+            if rank == writer:
+                gathered[unit.name] = unit.assembled(parts)
         if rank == writer:
             save_file(gathered, scratch / name, metadata={"format": "pt"})
 

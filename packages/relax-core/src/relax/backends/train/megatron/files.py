@@ -22,6 +22,9 @@ class Named(Protocol):
     def name(self) -> str: ...
 
     @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
     def dtype(self) -> "torch.dtype": ...
 
     @property

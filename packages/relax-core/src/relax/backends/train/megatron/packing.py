@@ -22,7 +22,8 @@ class Sequence:
     Attributes:
         input_ids: int64 [1, own tokens]; those of this context-parallel rank, all of them without.
         position_ids: int64 [1, own tokens] for the block-diagonal mask, place of each token in its row; with
-            thd int64 [1, longest row], as Transformer Engine counts each row for itself.
+            thd int64 [1, longest row], as Transformer Engine counts each row for itself. Of a micro-batch
+            that shows media int64 [3, own tokens], with thd [3, all tokens], of which Megatron takes its own.
         mask: bool [1, 1, own tokens, all tokens], True where a query sees a key; None with thd.
         ends: thd's description of the rows; None with a mask.
         predictors: int64 [own responses], place in `input_ids` that predicts each response token this rank
@@ -60,6 +61,7 @@ def sequence(
     multiple: int,
     thd: bool,
     length: int = 0,
+    positions: Tensor | None = None,
 ) -> Sequence:
     """Lay out a micro-batch.
 
@@ -71,6 +73,7 @@ def sequence(
         multiple: what the length has to be a multiple of (tensor ranks, with sequence parallelism).
         thd: for Transformer Engine.
         length: of the packed sequence, at least; see `packed_length`.
+        positions: int64 [3, tokens of the batch], where media make them differ from places in the row.
 
     Raises:
         BatchError: the batch contradicts itself or does not fit the model.
@@ -119,14 +122,19 @@ def sequence(
         "marked": len(targets) if marks is None else int(marks.count_nonzero()),
     }
     if thd:
-        positions = torch.arange(max(padded), device=device)[None]
-        return Sequence(position_ids=positions, mask=None, ends=_ends(padded, device), **common)
+        if positions is None:
+            counted = torch.arange(max(padded), device=device)[None]
+        else:
+            counted = positions.to(device)[:, layout.clamp(min=0)].masked_fill(layout < 0, 0)
+        return Sequence(position_ids=counted, mask=None, ends=_ends(padded, device), **common)
     # Padding is a row of its own behind the others, each of its tokens alone.
     group = torch.where(layout >= 0, rows[layout.clamp(min=0)], batch.rows)
     order = torch.arange(len(layout), device=device)
     sees = (group[own][:, None] == group[None]) & (order[own][:, None] >= order[None])
-    positions = torch.where(real, places[known], 0)[None]
-    return Sequence(position_ids=positions, mask=sees[None, None], ends=None, **common)
+    counted = places[None] if positions is None else positions.to(device)
+    return Sequence(
+        position_ids=torch.where(real, counted[:, known], 0), mask=sees[None, None], ends=None, **common
+    )
 
 
 def _idle_rows(batch: Packed) -> Tensor:

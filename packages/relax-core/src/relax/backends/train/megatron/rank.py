@@ -22,15 +22,25 @@ from relax.backends.models import (
     unsampled_tokens,
 )
 from relax.backends.routes import routing_of
+from relax.backends.train import freeze, padding
 from relax.backends.train.base import LossFn, Packed, StepStats, masked_out
 from relax.backends.train.errors import BatchError, NonFiniteError, StepOrderError, UntrainableModelError
-from relax.backends.train.megatron import build, checkpoint, export, packing, replay, topology, weights
+from relax.backends.train.megatron import (
+    build,
+    checkpoint,
+    export,
+    media,
+    packing,
+    replay,
+    topology,
+    weights,
+)
 from relax.backends.train.megatron.optimizer import Optimizer, with_gradient_buffers
 from relax.backends.train.megatron.outputs import Scoring, columns_never_said
 from relax.backends.train.megatron.schedule import Schedules, Work
-from relax.backends.train.padding import required
 from relax.backends.train.ranks import Coordinates, RankSpec
 from relax.backends.train.settings import learning_rate
+from relax.config.freeze import Part
 
 
 class MegatronRank:
@@ -65,6 +75,7 @@ class MegatronRank:
         self._routing = routing_of(hf.to_dict())
         self._plan = self._planned(
             hf,
+            whole=whole,
             parallel=spec.actor.parallel,
             settings=options,
             dtype=dtype,
@@ -79,6 +90,7 @@ class MegatronRank:
             torch.manual_seed(spec.seed)
             models = self._built(spec.seed)
             self._parameters = weights.local_names(models)
+            self._freeze(spec.actor.freeze)
             self._replay = (
                 replay.Replay(models, self._routing, keep=options.recompute == "full")
                 if self._routing
@@ -112,8 +124,8 @@ class MegatronRank:
     def _built(self, seed: int) -> list[GPTModel]:
         """This rank's part of the model with its weights."""
         models = build.chunks(self._plan)
-        self._layout = weights.rank_layout(self._plan)
         named = weights.local_names(models)
+        self._layout = weights.rank_layout(self._plan, named)
         weights.fill(named, self._layout, weights.open_source(self.folder, seed=seed))
         return models
 
@@ -149,7 +161,7 @@ class MegatronRank:
         work = self._work(batches)
         for batch in batches:
             for name in ("loss_mask", "rollout_logprobs", "advantages"):
-                required(batch, name)
+                padding.required(batch, name)
         self._end_warm_up()
         found: list[LossOutputs] = []
 
@@ -211,7 +223,7 @@ class MegatronRank:
             )
         if count < 1:
             raise BatchError(f"{count} tokens are marked over all replicas, so there is nothing to learn")
-        masks = [required(batch, "loss_mask").to(self.device) for batch in batches]
+        masks = [padding.required(batch, "loss_mask").to(self.device) for batch in batches]
         sums: list[float] = []
 
         def of(index: int, scores: Tensor) -> Tensor:
@@ -225,6 +237,14 @@ class MegatronRank:
         if not math.isfinite(norm):
             raise NonFiniteError(f"warm-up gradient norm is {norm}; lower its lr, {lr}")
         return math.fsum(sums) if self._coordinates.speaks else None
+
+    def require_seen(self, batch: Packed) -> None:
+        """See that the model takes the media of a batch; nothing is run.
+
+        Raises:
+            BatchError: it does not.
+        """
+        self._read(batch)
 
     def layout(self) -> "dcs.Layout":
         """Which boxes of which Hugging Face tensors `tensors` holds. Experts are named one by one."""
@@ -267,6 +287,7 @@ class MegatronRank:
             layout=self._layout,
             tensors=self._parameters,
             device=self.device,
+            fused=self._plan.family.fused_experts,
         )
 
     def close(self) -> None:
@@ -284,6 +305,18 @@ class MegatronRank:
         gc.collect()
 
     # Parts
+
+    def _freeze(self, parts: Sequence[Part]) -> None:
+        """Take the gradients of what is to stay as it is, before buffers and optimizers are made."""
+        if not parts:
+            return
+        freeze.require_parts(weights.all_names(self._plan), parts)
+        named = [
+            (weights.sources_of(spec)[0].source, self._parameters[spec.name])
+            for spec in self._layout.tensors
+            if weights.sources_of(spec)
+        ]
+        freeze.freeze(named, parts)
 
     def _common_length(self, lengths: list[int]) -> int:
         """The length that packed sequences are padded to, 0 where each may have its own."""
@@ -323,11 +356,7 @@ class MegatronRank:
         length = self._common_length([packing.packed_length(batch, **cut) for batch in batches])
         work = []
         for batch in batches:
-            if any(batch.media):
-                raise BatchError(
-                    f"the batch has media, which {self.folder} (a {hf.model_type}) cannot see under "
-                    "actor.backend=megatron; use torch_native"
-                )
+            shown = self._read(batch)
             moved = _on_device(batch, self.device)
             packed = packing.sequence(
                 moved,
@@ -335,6 +364,7 @@ class MegatronRank:
                 context=hf.max_position_embeddings,
                 unsampled=unsampled,
                 length=length,
+                positions=None if shown is None else shown.positions,
                 **cut,
             )
             routes = moved.routes
@@ -342,8 +372,24 @@ class MegatronRank:
                 if self._routing is None:
                     raise BatchError(f"the batch has routes, but {self.folder} has no experts to route to")
                 replay.require_valid(routes, len(batch.tokens), self._routing)
-            work.append(Work(packed, routes, counts=True))
+            own = None
+            if shown is not None:
+                own = media.own(shown, replay.own_tokens(packed.tokens, config.sequence_parallel))
+            work.append(Work(packed, routes, counts=True, media=own))
         return work
+
+    def _read(self, batch: Packed) -> media.Media | None:
+        """What a micro-batch shows; None of text."""
+        if not any(batch.media):
+            return None
+        if self._plan.media is None:
+            raise BatchError(
+                f"the batch has media, which {self.folder} (a {self._plan.hf.model_type}) cannot see"
+            )
+        padding.check(
+            batch, vocabulary=self._plan.hf.vocab_size, context=self._plan.hf.max_position_embeddings
+        )
+        return self._plan.media.read(batch)
 
 
 def _on_device(batch: Packed, device: torch.device) -> Packed:

@@ -39,15 +39,34 @@ def inverse_frequencies(config: Any) -> Tensor:
 
 
 class PackedRotary(nn.Module):
-    """Stands where GPTModel has its multimodal rotary embedding, which is told where tokens are."""
+    """Stands where GPTModel has its multimodal rotary embedding, which is told where tokens are.
+
+    Megatron's own lays the channels of time, height and width side by side, as Qwen2-VL does; Qwen3-VL takes
+    them in turn, so that each axis has high and low frequencies.
+
+    Args:
+        frequencies: float32 [head size / 2], radians a position.
+        section: how many of them turn with time, height and width; None for a model of text alone.
+    """
 
     frequencies: Tensor
+    axes: Tensor
 
-    def __init__(self, frequencies: Tensor) -> None:
+    def __init__(self, frequencies: Tensor, section: tuple[int, int, int] | None = None) -> None:
         super().__init__()
+        axes = torch.zeros(len(frequencies), dtype=torch.int64, device=frequencies.device)
+        for axis, length in enumerate(section or (0, 0, 0)):
+            if axis:
+                axes[axis : 3 * length : 3] = axis
         self.register_buffer("frequencies", frequencies, persistent=False)
+        self.register_buffer("axes", axes, persistent=False)
 
     def forward(self, position_ids: Tensor, mrope_section: list[int], cp_group: object = None) -> Tensor:
-        """Angles float32 [tokens, 1, 1, head size] of positions int64 [1, tokens]."""
-        angles = torch.outer(position_ids.flatten().float(), self.frequencies)
+        """Angles float32 [tokens, 1, 1, head size] of positions int64 [1, tokens], or [3, tokens] along time,
+        height and width.
+        """
+        if len(position_ids) == 1:
+            angles = torch.outer(position_ids.flatten().float(), self.frequencies)
+        else:
+            angles = position_ids.float().index_select(0, self.axes).T * self.frequencies
         return torch.cat([angles, angles], dim=-1)[:, None, None, :]

@@ -1,5 +1,6 @@
 """Running micro-batches through Megatron's schedules: without a pipeline, 1F1B, or interleaved."""
 
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,7 @@ from megatron.core.tensor_parallel import scatter_to_sequence_parallel_region
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
+from relax.backends.train.megatron.media import OwnMedia
 from relax.backends.train.megatron.outputs import Scoring, scored
 from relax.backends.train.megatron.packing import Sequence as PackedSequence
 from relax.backends.train.megatron.replay import Replay, own_tokens
@@ -27,11 +29,13 @@ class Work:
         batch: its packed sequence.
         routes: integers [total tokens, layers, k] to replay, or None.
         counts: False for one that only fills the schedule up; its loss is taken times 0.
+        media: what this rank's tokens show; None of text.
     """
 
     batch: PackedSequence
     routes: Tensor | None
     counts: bool
+    media: OwnMedia | None = None
 
 
 class Schedules:
@@ -83,7 +87,7 @@ class Schedules:
         stages = self._config.pipeline_model_parallel_size
         lacking = -len(work) % stages if len(self._chunks) > 1 else 0
         last = work[-1]
-        return [*work, *[Work(last.batch, last.routes, counts=False)] * lacking]
+        return [*work, *[dataclasses.replace(last, counts=False)] * lacking]
 
     def _step(
         self, stream: Iterator[tuple[int, int, Work]], model: nn.Module, loss: LossOf
@@ -93,6 +97,7 @@ class Schedules:
         if self._replay is not None:
             tokens = own_tokens(batch.tokens, self._scoring.sequence_parallel)
             self._replay.begin(chunk, part.routes, tokens)
+        shown = {} if part.media is None else {"media": part.media}
         output = model(
             input_ids=batch.input_ids,
             position_ids=batch.position_ids,
@@ -101,6 +106,7 @@ class Schedules:
             padding_mask=self._padding_mask(batch, chunk),
             output_processor=scored,
             output_processor_context=(self._scoring, batch),
+            **shown,
         )
         if self._replay is not None:
             self._replay.end(chunk)

@@ -4,93 +4,26 @@ One mechanism serves loading, publishing and exporting: `dcs.layout` describes e
 global tensors, so that a rank reads and sends only what it holds.
 """
 
-import json
 from collections.abc import Iterable, Mapping
-from pathlib import Path
-from typing import Protocol
 
+import msgspec
 import torch
 from dcs.layout import Layout, MegatronShape, Piece, TensorSpec, megatron_layout, whole
 from megatron.core import parallel_state
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from relax.backends.models import build_model, has_weights
 from relax.backends.train.errors import UntrainableModelError
 from relax.backends.train.megatron.build import Blueprint
+from relax.backends.train.megatron.experts import stored_box
+from relax.backends.train.megatron.sources import Source, open_source
 from relax.backends.train.megatron.value_head import HF_NAME
 
 __all__ = ["Source", "fill", "local_names", "open_source", "rank_layout", "sources_of"]
 
 
-class Source(Protocol):
-    """Hugging Face tensors, readable in boxes."""
-
-    def __contains__(self, name: str) -> bool: ...
-
-    def box(self, name: str, start: tuple[int, ...], extent: tuple[int, ...]) -> Tensor:
-        """A copy, or a view that is not written to, of one box of a tensor."""
-        ...
-
-
-class FolderSource:
-    """The safetensors of a folder; only the bytes of a box are read."""
-
-    def __init__(self, folder: Path) -> None:
-        index = folder / "model.safetensors.index.json"
-        self._folder = folder
-        self._open: dict[str, safe_open] = {}
-        if index.is_file():
-            self._files: Mapping[str, str] = json.loads(index.read_text())["weight_map"]
-        else:
-            file = "model.safetensors"
-            self._files = dict.fromkeys(self._file(file).keys(), file)
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._files
-
-    def box(self, name: str, start: tuple[int, ...], extent: tuple[int, ...]) -> Tensor:
-        part = self._file(self._files[name]).get_slice(name)
-        return part[tuple(slice(first, first + length) for first, length in zip(start, extent, strict=True))]
-
-    def _file(self, name: str) -> safe_open:
-        if name not in self._open:
-            path = self._folder / name
-            try:
-                self._open[name] = safe_open(path, framework="pt", device="cpu")
-            except (OSError, SafetensorError) as error:
-                raise UntrainableModelError(f"{path} cannot be read: {error}") from error
-        return self._open[name]
-
-
-class MemorySource:
-    """Tensors of a model in memory: for folders without weights, whose model is drawn from a seed."""
-
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        self._tensors = tensors
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._tensors
-
-    def box(self, name: str, start: tuple[int, ...], extent: tuple[int, ...]) -> Tensor:
-        part = self._tensors[name]
-        for dimension, (first, length) in enumerate(zip(start, extent, strict=True)):
-            part = part.narrow(dimension, first, length)
-        return part
-
-
-def open_source(folder: Path, *, seed: int) -> Source:
-    """The weights of a folder. One without any is drawn from `seed`, whole, as all backends and engines do:
-    that is meant for the tiny models of tests and demos.
-    """
-    if has_weights(folder):
-        return FolderSource(folder)
-    model = build_model(folder, seed=seed)
-    return MemorySource({name: tensor.detach() for name, tensor in model.state_dict().items()})
-
-
-def rank_layout(plan: Blueprint) -> Layout:
-    """The layout of this rank's parameters, by the names `local_names` gives them."""
+def rank_layout(plan: Blueprint, named: Mapping[str, Tensor]) -> Layout:
+    """The layout of this rank's parameters `named`, as `local_names` gives them."""
     config = plan.config
     shape: MegatronShape = plan.family.shape(plan.hf.to_dict())
     layout = megatron_layout(
@@ -109,6 +42,8 @@ def rank_layout(plan: Blueprint) -> Layout:
         experts="grouped" if plan.transformer_engine else "sequential",
         transformer_engine=plan.transformer_engine,
     )
+    decoder = [_renamed(spec, plan) for spec in layout.tensors]
+    layout = Layout(tuple(sorted([*decoder, *_encoders(plan, named)], key=lambda spec: spec.name)))
     if not plan.critic:
         return layout
     head = whole(HF_NAME, (1, shape.hidden))
@@ -120,6 +55,34 @@ def rank_layout(plan: Blueprint) -> Layout:
             for spec in _with_head(layout, plan)
         )
     )
+
+
+def all_names(plan: Blueprint) -> list[str]:
+    """The Hugging Face names of all tensors of the model, also of those that other ranks have."""
+    names = [plan.family.named(name) for name in plan.family.shape(plan.hf.to_dict()).tensors()]
+    for encoder in () if plan.media is None else plan.media.encoders:
+        with torch.device("meta"):
+            tower: nn.Module = encoder.build(plan.config.params_dtype, False).get_submodule("tower")
+        names += [plan.family.encoders[encoder.name] + name for name, _ in tower.named_parameters()]
+    return names
+
+
+def _renamed(spec: TensorSpec, plan: Blueprint) -> TensorSpec:
+    """A decoder's tensor under the names that its family's folders have."""
+    pieces = tuple(
+        msgspec.structs.replace(piece, source=plan.family.named(piece.source)) for piece in spec.pieces
+    )
+    return TensorSpec(spec.name, spec.shape, spec.dtype, pieces)
+
+
+def _encoders(plan: Blueprint, named: Mapping[str, Tensor]) -> Iterable[TensorSpec]:
+    """Of every encoder all tensors, as every rank of the first stage has them."""
+    dtype = str(plan.config.params_dtype).removeprefix("torch.")
+    for name, tensor in named.items():
+        source = plan.family.encoder_named(name)
+        if source is not None:
+            shape = tuple(tensor.shape)
+            yield TensorSpec(name, shape, dtype, whole(source, shape))
 
 
 def _with_head(layout: Layout, plan: Blueprint) -> Iterable[TensorSpec]:
@@ -175,32 +138,20 @@ def fill(parameters: Mapping[str, Tensor], layout: Layout, source: Source) -> No
 
 
 def _read(source: Source, piece: Piece) -> Tensor:
-    name, start, extent = piece.source, piece.start, piece.extent
-    if name not in source:
-        name, start, extent = _among_fused(piece)
-    if name not in source:
+    """The box of a piece, in its extent."""
+    place = stored_box(piece, source)
+    if place.name not in source:
         raise UntrainableModelError(f"the model folder's safetensors lack {piece.source!r}")
     try:
-        found = source.box(name, start, extent)
+        found = source.box(place.name, place.start, place.extent)
     except (SafetensorError, IndexError, RuntimeError) as error:
         raise UntrainableModelError(
-            f"tensor {name!r} of the model folder does not have the shape that config.json says "
+            f"tensor {place.name!r} of the model folder does not have the shape that config.json says "
             f"({list(piece.shape)}): {error}"
         ) from error
-    if tuple(found.shape) != tuple(extent):
+    if tuple(found.shape) != tuple(place.extent):
         raise UntrainableModelError(
-            f"tensor {name!r} of the model folder does not have the shape that config.json says "
+            f"tensor {place.name!r} of the model folder does not have the shape that config.json says "
             f"({list(piece.shape)})"
         )
-    return found
-
-
-def _among_fused(piece: Piece) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
-    """Where an expert's box lies when all experts of a layer are one tensor, as transformers holds them."""
-    head, found, rest = piece.source.partition(".experts.")
-    expert, _, kind = rest.partition(".")
-    if not found or not expert.isdigit():
-        return piece.source, piece.start, piece.extent
-    row = piece.start[0] + (piece.shape[0] if kind == "up_proj.weight" else 0)
-    fused = "down_proj" if kind == "down_proj.weight" else "gate_up_proj"
-    return f"{head}.experts.{fused}", (int(expert), row, *piece.start[1:]), (1, *piece.extent)
+    return found.transpose(-2, -1) if place.transposed else found

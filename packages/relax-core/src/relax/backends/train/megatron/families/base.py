@@ -1,12 +1,15 @@
 """What a model family has to say before Megatron can build it and its tensors can be found."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from dcs.layout import MegatronShape
 
 from relax.backends.train.errors import UntrainableModelError
+
+if TYPE_CHECKING:  # which imports Megatron; families are also read where it is not installed
+    from relax.backends.train.megatron.media import MediaSpec
 
 
 @dataclass(frozen=True)
@@ -14,15 +17,34 @@ class Family:
     """One family of Hugging Face models that the backend maps itself, sharded, both ways.
 
     Attributes:
-        model_types: `model_type` of the config.json files it reads.
+        model_types: `model_type` of the config.json files it reads, and of text configs within them.
         fields: the fields of Megatron's TransformerConfig that a text config (as a mapping) asks for, beyond
             what all families share.
         shape: sizes, and with them the name and shape of every Hugging Face tensor.
+        decoder: what stands for `model.` in the Hugging Face names of the decoder's tensors.
+        media: how it takes media, from its whole config; None for a family of text alone.
+        encoders: what the Hugging Face names of each encoder's tensors begin with, by the encoder's name.
+        fused_experts: its folders hold the experts of a layer in two tensors, input by output, instead of
+            three tensors an expert; see `experts.py`.
     """
 
     model_types: tuple[str, ...]
     fields: Callable[[Mapping[str, Any]], dict[str, Any]]
     shape: Callable[[Mapping[str, Any]], MegatronShape]
+    decoder: str = "model."
+    media: "Callable[[Any], MediaSpec] | None" = None
+    encoders: Mapping[str, str] = field(default_factory=dict)
+    fused_experts: bool = False
+
+    def named(self, name: str) -> str:
+        """The Hugging Face name of a decoder's tensor that `MegatronShape` names."""
+        return self.decoder + name.removeprefix("model.") if name.startswith("model.") else name
+
+    def encoder_named(self, name: str) -> str | None:
+        """The Hugging Face name of an encoder's tensor, by its local one; None for another's."""
+        _, found, rest = name.partition("encoders.")
+        encoder, tower, inside = rest.partition(".tower.")
+        return self.encoders[encoder] + inside if found and tower and encoder in self.encoders else None
 
 
 def shape_of(config: Mapping[str, Any]) -> MegatronShape:
