@@ -227,6 +227,14 @@ class Holdings:
             attempt.kept[shard.step, shard.rank] = Kept(shard, arriving.region)
             self._change(run, (shard.session, shard.rank))
 
+    def abandon(self, arriving: Arriving) -> None:
+        """Forget a shard of which no more will come; whoever calls has its `guard`."""
+        with self._lock:
+            run = self._runs.get(arriving.shard.name)
+            attempt = None if run is None else run.attempts.get(arriving.shard.session)
+            if attempt is not None:
+                self._discard(attempt, arriving)
+
     def hold(self, shard: Shard, region: Region) -> None:
         """Hold a shard that was handed over. Takes the region; raises as `begin`."""
         with self._lock:

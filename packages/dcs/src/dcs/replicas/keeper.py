@@ -329,6 +329,9 @@ class _Connection:
                     raise CorruptChunk(f"chunk {chunk} of {shard} was not in its memory any more")
                 arriving.missing.discard(chunk)
             self._holdings.finish(arriving)
+        except DcsError:
+            self._holdings.abandon(arriving)
+            raise
         finally:
             arriving.guard.release()
 

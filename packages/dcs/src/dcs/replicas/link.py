@@ -82,6 +82,7 @@ class Link:
         self._closing = threading.Event()
         self._lock = threading.Lock()  # of the connection that shards go over
         self._data: Channel | None = None
+        self._opened = False  # it answered the hello of the last connection that shards went over
         self._viewing = threading.Lock()
         self._sent: bytes = b""  # digests of the last shard that went there
         self._cuttable = threading.Lock()
@@ -197,7 +198,9 @@ class Link:
                 break
             except KeeperLost:
                 resumes += 1
-                if resumes > MAX_RESUMES or given_up() or self._closing.is_set():
+                # Whoever does not even answer a hello would hold the copy up for as long as all of them take.
+                unreachable = not self._opened
+                if unreachable or resumes > MAX_RESUMES or given_up() or self._closing.is_set():
                     raise
         self._sent = shard.digests
         self.note(held.inventory)
@@ -264,7 +267,9 @@ class Link:
     def _exchange(self, exchange: Callable[[Channel], Answer]) -> Answer:
         try:
             if self._data is None:
+                self._opened = False
                 self._data = self._connect(self.local)
+                self._opened = True
                 opening = self._data.ask(self._watcher.watch(0, 0.0))
                 if isinstance(opening, Refused):
                     raise from_refusal(opening.code, opening.message)

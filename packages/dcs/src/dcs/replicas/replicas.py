@@ -37,7 +37,7 @@ class Replicas:
         rank, world_size: of this process among those that each keep a part.
         copies: how many keepers are to hold each shard. With 2, any one of them may be lost.
         keep: how many complete steps stay. A node's memory holds about copies x (keep + 1) x the bytes of a
-            shard for each of its ranks.
+            shard for each of its ranks, and one more of a shard of one chunk (4 MiB).
         token: the keepers' secret.
         session: names this start of the run, and has to be new for each; equal in all ranks. May be left out
             by a single rank.

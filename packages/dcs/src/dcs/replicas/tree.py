@@ -10,7 +10,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -31,13 +31,11 @@ type Tree = Any
 type _Path = tuple[_Path, Any, bool] | None  # what it is in, its key there, whether that is an index
 
 
-class Place(NamedTuple):
-    """Where bytes of the tree go, and as what: `dtype` is None for plain bytes."""
+type Place = tuple[int, int, torch.dtype | None, tuple[int, ...]]
+"""Where bytes of the tree go, and as what: start, bytes, dtype (None for plain bytes), shape.
 
-    start: int
-    nbytes: int
-    dtype: torch.dtype | None
-    shape: tuple[int, ...]
+A plain tuple, as one is made for every tensor of every save, while training waits.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +121,7 @@ class _Flattener:
     ) -> int:
         start = self._nbytes
         if nbytes:
-            self._places.append(Place(start, nbytes, dtype, shape))
+            self._places.append((start, nbytes, dtype, shape))
             self._sources.append(source)
             self._nbytes = start + -(-nbytes // ALIGNMENT) * ALIGNMENT
         return start
