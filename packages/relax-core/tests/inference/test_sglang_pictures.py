@@ -7,18 +7,20 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from agentic import GenerationRequest, Sampling
 from omni_processor import OmniProcessor
 from PIL import Image
 from relax.backends.inference.errors import EngineError, InvalidRequest
-from relax.backends.inference.sglang.answers import Answer
+from relax.backends.inference.sglang.answers import Answer, Piece
 from relax.backends.inference.sglang.pictures import PictureRules, Pictures, at_version
 from relax.backends.inference.sglang.requests import body
 from relax.backends.tiny import write_tiny
 from transformers import AutoImageProcessor
 
+RECORDED = json.loads((Path(__file__).parent / "data" / "sglang_0.5.23_pictures.json").read_text())
 SIZES = [(64, 64), (32, 96), (31, 97), (70, 50), (8, 300)]
 
 
@@ -89,6 +91,37 @@ def test_a_call_has_a_file_and_a_placeholder_for_each_picture_and_asks_for_the_p
     assert [len(files) for files in sent["image_data"]] == [0, len(SIZES)]
     assert sent["return_prompt_token_ids"] is True
     assert "image_data" not in body(answers[:1], 7, (), rules)
+
+
+def test_what_is_sent_is_what_a_real_server_took_and_its_prompt_is_the_trainers(folder, rules):
+    sent = RECORDED["shown"]["body"]
+    files = [[decoded(file) for file in of_one] for of_one in sent["image_data"]]
+    processor = AutoImageProcessor.from_pretrained(folder)
+    made = processor(images=files[1], return_tensors="np", do_resize=False)
+    media = [{name: made[name] for name in ("pixel_values", "image_grid_thw")}]
+    how = Sampling(temperature=0.8, max_new_tokens=6)
+    prompts = [[14, 15, 16], [10, 11, 3, 5, 4, 12, 3, 5, 5, 4, 13]]
+    answers = []
+    for rid, prompt, items in zip(sent["rid"], prompts, ([], media), strict=True):
+        request = GenerationRequest(rid[6:], np.array(prompt, np.int32), how, 2**63 + 5, items)
+        rules.check(request)
+        answers.append(Answer(request, 6))
+        answers[-1].pictures = Pictures(rules).of(request)
+        answers[-1].begin(rid, 7)
+    ours = json.loads(json.dumps(body(answers, 7, (5, 6), rules)))
+    again = [[decoded(file) for file in of_one] for of_one in ours.pop("image_data")]
+    assert ours == {name: value for name, value in sent.items() if name != "image_data"}
+    for mine, theirs in zip(again[1], files[1], strict=True):
+        assert mine.info == theirs.info == {"weights": "7"}
+        assert (np.asarray(mine) == np.asarray(theirs)).all()
+    *said, end = RECORDED["shown"]["stream"]
+    assert end == "data: [DONE]"
+    for line in said:
+        piece = msgspec.json.decode(line.removeprefix("data: "), type=Piece)
+        assert piece.meta_info is not None
+        assert piece.prompt_token_ids == prompts[piece.index]
+        answers[piece.index].take(piece.meta_info)
+    assert [len(answer.generation("length").tokens) for answer in answers] == [6, 6]
 
 
 def test_a_file_is_another_one_for_each_version_and_shows_the_same(rules, shown):
