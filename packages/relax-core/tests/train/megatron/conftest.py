@@ -1,5 +1,6 @@
 """Rank processes with megatron-core on the CPU, started once, and tiny models of every family."""
 
+import importlib
 import json
 import os
 import queue
@@ -9,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 from importlib import util
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -121,15 +123,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
     return make
 
 
-def _seeing() -> Any:
-    """processes/seeing.py, which a rank process imports by name."""
-    path = HERE / "processes" / "seeing.py"
-    spec = util.spec_from_file_location("seeing", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def _process_module(name: str) -> Any:
+    """A module of processes/, which a rank process imports by name."""
+    sys.path.insert(0, str(HERE / "processes"))
+    try:
+        return importlib.import_module(name)
+    finally:
+        sys.path.remove(str(HERE / "processes"))
 
 
 def _write(folder: Path, kind: str, tied: bool, layers: int, other: dict[str, Any]) -> None:
@@ -147,7 +147,7 @@ def _write(folder: Path, kind: str, tied: bool, layers: int, other: dict[str, An
     }
     if kind.startswith("qwen3"):
         sizes["head_dim"] = 16
-    if kind in ("qwen3_moe", "qwen3_vl_moe"):
+    if kind in ("qwen3_moe", "qwen3_vl_moe", "qwen3_omni_moe_thinker"):
         sizes |= {
             "moe_intermediate_size": 16,
             "num_experts": 4,
@@ -156,8 +156,15 @@ def _write(folder: Path, kind: str, tied: bool, layers: int, other: dict[str, An
         }
     maker: Any = AutoModelForCausalLM
     if kind.startswith("qwen3_vl"):
-        maker, seeing = AutoModelForImageTextToText, _seeing()
+        maker, seeing = AutoModelForImageTextToText, _process_module("seeing")
         sizes = seeing.write_config(kind, sizes, tied, list(other.pop("deepstack", (0, 1))))
+    if kind == "qwen3_omni_moe_thinker":
+        from transformers import Qwen3OmniMoeThinkerForConditionalGeneration
+
+        maker = SimpleNamespace(from_config=Qwen3OmniMoeThinkerForConditionalGeneration._from_config)
+        hearing = _process_module("hearing")
+        deepstack = list(other.pop("deepstack", (0, 1)))
+        sizes, other = hearing.write_config({**sizes, **other}, deepstack), {}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
         model = maker.from_config(AutoConfig.for_model(kind, **{**sizes, **other}))

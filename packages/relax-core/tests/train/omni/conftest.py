@@ -3,6 +3,7 @@ extractors.
 """
 
 import dataclasses
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from relax.backends.models import build_model
 from relax.backends.tiny import write_tiny
 from relax.backends.train.base import Packed
 from relax.backends.train.conformance import make_rows, pack
+from safetensors.torch import load_file, save_file
 from transformers import WhisperFeatureExtractor
 
 VISION_START, VISION_END, IMAGE, VIDEO = 3, 4, 5, 6
@@ -207,6 +209,23 @@ def omni_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 )
     model.save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def whole_folder(omni_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same thinker in a folder that holds what speaks as well."""
+    whole = tmp_path_factory.mktemp("omni") / "whole"
+    whole.mkdir()
+    for path in omni_folder.iterdir():
+        if path.suffix == ".json" and path.name != "config.json":
+            (whole / path.name).write_bytes(path.read_bytes())
+    thinker = json.loads((omni_folder / "config.json").read_text())
+    config = {"model_type": "qwen3_omni_moe", "thinker_config": thinker}
+    (whole / "config.json").write_text(json.dumps(config))
+    own = {f"thinker.{name}": tensor for name, tensor in load_file(omni_folder / "model.safetensors").items()}
+    spoken = {"talker.model.norm.weight": torch.ones(3), "code2wav.code_offset": torch.arange(2)}
+    save_file(own | spoken, whole / "model.safetensors", metadata={"format": "pt"})
+    return whole
 
 
 @pytest.fixture(scope="session")

@@ -4,6 +4,7 @@ of the model's own forward.
 
 import dataclasses
 import json
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,8 +12,11 @@ import torch
 from relax.backends.models import build_model, load_config, unsampled_tokens
 from relax.backends.train.conformance import policy_gradient
 from relax.backends.train.errors import BatchError
+from relax.backends.train.omni import towers
+from relax.backends.train.omni.placing import sound_tokens
 from relax.backends.train.settings import TrainerSettings
 from relax.backends.train.torch_native import TorchNative
+from safetensors.torch import load_file
 
 # Norms, routers and rotary embeddings compute in float32 whatever the dtype.
 FLOAT64 = 1e-6
@@ -74,7 +78,9 @@ def test_what_a_group_is_shown_goes_through_the_towers_once(omni_folder, studio)
     trainer = make(omni_folder, studio)
     seen, heard = [], []
     trainer.model.visual.register_forward_pre_hook(lambda _, args: seen.append(len(args[0])))
-    trainer.model.audio_tower.register_forward_pre_hook(lambda _, args: heard.append(args[0].shape[1]))
+    trainer.model.audio_tower.register_forward_pre_hook(
+        lambda _, args, named: heard.append(int(named["chunk_lengths"].sum())), with_kwargs=True
+    )
     rows = studio.rows()
     again = {
         **rows[5],
@@ -83,6 +89,24 @@ def test_what_a_group_is_shown_goes_through_the_towers_once(omni_folder, studio)
     trainer.forward(studio.batch([rows[5]] * 4 + [again, rows[1], rows[2]]))
     assert seen == [3 * 8 + 16]
     assert heard == [130]
+
+
+def test_a_sound_is_heard_as_the_tower_itself_hears_it(omni_folder, studio):
+    """Also one longer than attention sees at once, and a short one beside it."""
+    tower: Any = build_model(omni_folder, torch.float64).audio_tower
+    mels = [
+        torch.as_tensor(studio.sound(seconds, seed)["input_features"][0])
+        for seed, seconds in enumerate((17.3, 0.3, 8.0))
+    ]
+    with torch.no_grad():
+        theirs = tower(torch.cat(mels, dim=1), feature_lens=torch.tensor([mel.shape[1] for mel in mels]))
+        assert torch.equal(towers.heard(tower, mels, 100), theirs.last_hidden_state)
+        alone = tower(mels[1], feature_lens=torch.tensor([30])).last_hidden_state
+        assert torch.equal(towers.heard(tower, mels[1:2], 30), alone)
+        first = sound_tokens(mels[0].shape[1], tower.n_window)
+        beside = theirs.last_hidden_state[first : first + len(alone)]
+        assert float((towers.heard(tower, mels[1:2], 100) - beside).abs().max()) < 1e-12
+        assert float((alone - beside).abs().max()) > 1e-5
 
 
 def test_every_modality_matters(omni_folder, studio):
@@ -158,22 +182,26 @@ def test_a_placeholder_is_never_said(omni_folder, studio):
         make(omni_folder, studio).forward(studio.batch([row | {"loss_mask": mask}]))
 
 
-def test_a_whole_omni_is_trained_as_its_thinker(omni_folder, studio, tmp_path):
-    from safetensors.torch import load_file, save_file
-
-    whole = tmp_path / "whole"
-    whole.mkdir()
-    for path in omni_folder.iterdir():
-        if path.suffix == ".json" and path.name != "config.json":
-            (whole / path.name).write_bytes(path.read_bytes())
-    thinker = json.loads((omni_folder / "config.json").read_text())
-    (whole / "config.json").write_text(
-        json.dumps({"model_type": "qwen3_omni_moe", "thinker_config": thinker})
-    )
-    own = load_file(omni_folder / "model.safetensors")
-    spoken = {"talker.model.norm.weight": torch.ones(3), "code2wav.code_offset": torch.zeros(2)}
-    save_file({f"thinker.{name}": t for name, t in own.items()} | spoken, whole / "model.safetensors")
+def test_a_whole_omni_is_trained_as_its_thinker_and_goes_on_to_speak(
+    omni_folder, whole_folder, studio, tmp_path
+):
     batch = studio.batch(studio.rows()[:3])
-    ours, theirs = make(whole, studio), make(omni_folder, studio)
+    ours, theirs = make(whole_folder, studio), make(omni_folder, studio)
     assert [name for name, _ in ours.tensors()] == [name for name, _ in theirs.tensors()]
     assert torch.equal(ours.forward(batch), theirs.forward(batch))
+    for trainer in (ours, theirs):
+        trainer.forward_backward(batch, policy_gradient)
+        trainer.optim_step(0.1)
+    ours.export(tmp_path / "whole")
+    theirs.export(tmp_path / "thinker")
+    config = json.loads((tmp_path / "whole" / "config.json").read_text())
+    assert config["model_type"] == "qwen3_omni_moe"
+    index = json.loads((tmp_path / "whole" / "model.safetensors.index.json").read_text())["weight_map"]
+    made = {name: load_file(tmp_path / "whole" / file)[name] for name, file in index.items()}
+    trained = load_file(tmp_path / "thinker" / "model.safetensors")
+    before = load_file(whole_folder / "model.safetensors")
+    assert made.keys() == before.keys()
+    for name, tensor in made.items():
+        thinkers = name.removeprefix("thinker.")
+        assert torch.equal(tensor, before[name] if thinkers == name else trained[thinkers]), name
+    assert torch.equal(make(tmp_path / "whole", studio).forward(batch), ours.forward(batch))

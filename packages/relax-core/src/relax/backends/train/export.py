@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from relax.backends.train.errors import ExportError
+from relax.backends.train.whole_omni import put_back
 
 _COMPANIONS = {".json", ".jinja", ".txt", ".model"}
 """Suffixes of tokenizer, chat template, processor and generation files."""
@@ -39,7 +40,8 @@ def export_model(
 @contextlib.contextmanager
 def export_folder(*, source: Path, target: Path) -> Iterator[Path]:
     """An empty folder to write config and weights into. With the companions of `source` that are not there
-    then, it becomes `target` at the end of the block, or nothing does.
+    then, it becomes `target` at the end of the block, or nothing does. A thinker of a whole Qwen3-Omni is put
+    back into that.
 
     Raises:
         ExportError: the target holds something, or is no folder.
@@ -57,4 +59,5 @@ def export_folder(*, source: Path, target: Path) -> Iterator[Path]:
             there = path.name == "config.json" or (made / path.name).exists()
             if path.is_file() and path.suffix in _COMPANIONS and not weights and not there:
                 shutil.copyfile(path, made / path.name)
+        put_back(made, source)
         os.replace(made, target)

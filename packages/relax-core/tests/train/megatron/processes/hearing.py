@@ -1,10 +1,11 @@
-"""Micro-batches that show a thinker images, video and sound, for `problem.py`. Imports nothing of the backend.
+"""Micro-batches that show a thinker images, video and sound, for `problem.py`. Imports no backend.
 
 Tokens below 10 mark media, the others are text.
 """
 
 import functools
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,8 @@ SECONDS = {"short": 0.3, "long": 1.2}
 STEP = 0.5
 """Seconds that a step in time of the clip takes, half a position more than a whole number of them."""
 
-# Rows of each micro-batch: (prompt tokens, response tokens, what the prompt shows, what a tool shows behind two
-# response tokens).
+# Rows of each micro-batch: prompt tokens, response tokens, what the prompt shows, what a tool shows behind
+# two response tokens.
 _ROWS = [
     [(3, 4, (), ()), (3, 5, ("large", "short"), ()), (2, 3, ("long",), ())],
     [(2, 4, ("clip", "short", "long"), ()), (3, 4, ("long", "wide"), ())],
@@ -87,7 +88,7 @@ def batches(seed: int, vocabulary: int, count: int = 4) -> list[Packed]:
     return seeing.made_of(_ROWS, item, marked, seed, vocabulary, count)
 
 
-def arguments(tokens: torch.Tensor, media: list[dict[str, Any]]) -> dict[str, Any]:
+def arguments(tokens: torch.Tensor, media: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """What transformers' own forward is given for a row int64 [tokens]."""
     found: dict[str, Any] = {"attention_mask": torch.ones_like(tokens)[None]}
     widest = max((one["input_features"].shape[2] for one in media if "input_features" in one), default=0)

@@ -3,6 +3,7 @@
 import math
 from typing import Any
 
+import hearing
 import seeing
 import torch
 from problem import SETTINGS, batches_for, loss
@@ -10,12 +11,18 @@ from relax.algorithms.spec import LossInputs
 from relax.backends.models import unsampled_tokens
 from relax.backends.train.base import Packed
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    Qwen3OmniMoeThinkerForConditionalGeneration,
+)
 
 
 def load(folder: str) -> torch.nn.Module:
     # The grouped kernels of experts know no float64.
-    kind = AutoModelForImageTextToText if seeing.sees(folder) else AutoModelForCausalLM
+    kind: Any = AutoModelForImageTextToText if seeing.sees(folder) else AutoModelForCausalLM
+    if hearing.hears(folder):
+        kind = Qwen3OmniMoeThinkerForConditionalGeneration
     return kind.from_pretrained(
         folder, dtype=torch.float64, attn_implementation="sdpa", experts_implementation="eager"
     ).eval()
@@ -33,7 +40,7 @@ def logprobs(model: Any, batch: Packed, temperature: float) -> Tensor:
         strict=True,
     ):
         row = batch.tokens[first:last]
-        shown = seeing.arguments(row, media)
+        shown = (hearing if hasattr(model.config, "audio_config") else seeing).arguments(row, media)
         logits = model(input_ids=row[None], use_cache=False, **shown).logits[0].double() / temperature
         logits = logits.index_fill(1, torch.tensor(never, dtype=torch.int64), -torch.inf)
         scores = logits.log_softmax(-1)[prompt - 1 : -1]
@@ -61,13 +68,20 @@ def split(named: dict[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
+def _is_frozen(name: str, parts: tuple[str, ...]) -> bool:
+    if ".visual." not in name:
+        return "language" in parts
+    return ("projector" if "merger" in name else "vision") in parts
+
+
 def one_step(
-    folder: str, vocabulary: int, seed: int = 11, scale: float = 1 / 40
+    folder: str, vocabulary: int, seed: int = 11, scale: float = 1 / 40, frozen: tuple[str, ...] = ()
 ) -> dict[str, dict[str, Tensor]]:
     model = load(folder)
     temperature = SETTINGS["temperature"]
     work = batches_for(folder, seed, vocabulary)
-    named: dict[str, Any] = dict(model.named_parameters())
+    every: dict[str, Any] = dict(model.named_parameters())
+    named = {name: parameter for name, parameter in every.items() if not _is_frozen(name, frozen)}
     with torch.no_grad():
         scores = {f"before.{i}": logprobs(model, batch, temperature) for i, batch in enumerate(work)}
     total, count = 0.0, 0.0
@@ -99,6 +113,6 @@ def one_step(
     return {
         "scores": scores,
         "grads": split(grads),
-        "weights": split({name: parameter.detach().clone() for name, parameter in named.items()}),
+        "weights": split({name: parameter.detach().clone() for name, parameter in every.items()}),
         "sums": {"loss": torch.tensor(total), "count": torch.tensor(count), "norm": torch.tensor(norm)},
     }

@@ -1,5 +1,6 @@
 """The batch and the loss that every split and the oracle work on. Imports nothing of the backend."""
 
+import hearing
 import seeing
 import torch
 from relax.algorithms.spec import LossInputs, LossOutputs
@@ -9,8 +10,9 @@ SETTINGS = {"lr": 1e-3, "temperature": 0.9, "weight_decay": 0.1, "clip_grad_norm
 
 
 def batches_for(folder: str, seed: int, vocabulary: int, count: int = 4) -> list[Packed]:
-    """With media for a model that sees."""
-    return (seeing.batches if seeing.sees(folder) else batches)(seed, vocabulary, count)
+    """With media for a model that sees or hears."""
+    kind = hearing.batches if hearing.hears(folder) else seeing.batches if seeing.sees(folder) else batches
+    return kind(seed, vocabulary, count)
 
 
 def batches(seed: int, vocabulary: int, count: int = 4) -> list[Packed]:

@@ -115,7 +115,8 @@ def one_step(
 
 
 def _main_grads(rank: Any) -> dict[str, torch.Tensor]:
-    return {name: parameter.main_grad.clone() for name, parameter in rank._parameters.items()}
+    trained = {name: part for name, part in rank._parameters.items() if part.requires_grad}
+    return {name: parameter.main_grad.clone() for name, parameter in trained.items()}
 
 
 def _buffers(chunk: Any) -> list[Any]:
@@ -210,9 +211,8 @@ def replayed(folder: str, actor: dict[str, Any], out: str, vocabulary: int) -> d
     with rank_of(folder, actor) as rank:
         routing = rank._routing
         assert routing is not None
-        work = mine(
-            rank, _with_routes(batches(11, vocabulary), routing.experts, len(routing.layers), routing.top_k)
-        )
+        given_routes = routing.experts, len(routing.layers), routing.top_k
+        work = mine(rank, _with_routes(batches_for(folder, 11, vocabulary), *given_routes))
         rank.forward(work[:1])
         given = work[0].routes
         assert given is not None

@@ -4,7 +4,7 @@ Tokens below 10 mark media, the others are text.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,9 +53,21 @@ def marked(name: str) -> list[int]:
 
 def batches(seed: int, vocabulary: int, count: int = 4) -> list[Packed]:
     """Micro-batches of rows with and without media; one shows none, one shows an image twice."""
+    return made_of(_ROWS, item, marked, seed, vocabulary, count)
+
+
+def made_of(
+    shapes: list[list[Any]],
+    item: Callable[[str], dict[str, Any]],
+    marked: Callable[[str], list[int]],
+    seed: int,
+    vocabulary: int,
+    count: int,
+) -> list[Packed]:
+    """Micro-batches of such rows (see `_ROWS`), in turn."""
     generator = torch.Generator().manual_seed(seed)
     made = []
-    for rows in (_ROWS[index % len(_ROWS)] for index in range(count)):
+    for rows in (shapes[index % len(shapes)] for index in range(count)):
         tokens, lengths, prompts, masks, media = [], [], [], [], []
         for prompt, response, shown, tool in rows:
             text = torch.randint(10, vocabulary, (prompt + response,), generator=generator).tolist()

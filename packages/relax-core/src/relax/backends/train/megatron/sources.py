@@ -1,15 +1,13 @@
 """Tensors of a model folder, readable in boxes."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from relax.backends.models import build_model, has_weights
-from relax.backends.train.errors import UntrainableModelError
+from relax.backends.models import build_model, has_weights, weights_prefix
+from relax.backends.train.safetensors_folder import SafetensorsFolder
 
 
 class Source(Protocol):
@@ -24,39 +22,6 @@ class Source(Protocol):
     def box(self, name: str, start: tuple[int, ...], extent: tuple[int, ...]) -> Tensor:
         """A copy, or a view that is not written to, of one box of a tensor."""
         ...
-
-
-class FolderSource:
-    """The safetensors of a folder; only the bytes of a box are read."""
-
-    def __init__(self, folder: Path) -> None:
-        index = folder / "model.safetensors.index.json"
-        self._folder = folder
-        self._open: dict[str, safe_open] = {}
-        if index.is_file():
-            self._files: Mapping[str, str] = json.loads(index.read_text())["weight_map"]
-        else:
-            file = "model.safetensors"
-            self._files = dict.fromkeys(self._file(file).keys(), file)
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._files
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._file(self._files[name]).get_slice(name).get_shape())
-
-    def box(self, name: str, start: tuple[int, ...], extent: tuple[int, ...]) -> Tensor:
-        part = self._file(self._files[name]).get_slice(name)
-        return part[tuple(slice(first, first + length) for first, length in zip(start, extent, strict=True))]
-
-    def _file(self, name: str) -> safe_open:
-        if name not in self._open:
-            path = self._folder / name
-            try:
-                self._open[name] = safe_open(path, framework="pt", device="cpu")
-            except (OSError, SafetensorError) as error:
-                raise UntrainableModelError(f"{path} cannot be read: {error}") from error
-        return self._open[name]
 
 
 class MemorySource:
@@ -83,11 +48,11 @@ def open_source(folder: Path, *, seed: int) -> Source:
     that is meant for the tiny models of tests and demos.
     """
     if has_weights(folder):
-        return FolderSource(folder)
+        return SafetensorsFolder(folder, weights_prefix(folder))
     model = build_model(folder, seed=seed)
     return MemorySource({name: tensor.detach() for name, tensor in model.state_dict().items()})
 
 
-def weights_of(folder: Path) -> FolderSource | None:
+def weights_of(folder: Path) -> SafetensorsFolder | None:
     """The safetensors of a folder; None where it has none."""
-    return FolderSource(folder) if has_weights(folder) else None
+    return SafetensorsFolder(folder, weights_prefix(folder)) if has_weights(folder) else None

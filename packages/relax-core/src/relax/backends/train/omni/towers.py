@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from relax.backends.train.omni.items import Picture, Shown, Sound
-from relax.backends.train.omni.placing import Reading
+from relax.backends.train.omni.placing import Reading, sound_tokens
 
 SoundKey = tuple[bytes, int]
 
@@ -64,10 +65,36 @@ def patches_of(pictures: Mapping[bytes, Picture], device: torch.device) -> tuple
     return pixels.to(device), torch.tensor([picture.grid for picture in pictures.values()], device=device)
 
 
-def frames_of(sounds: Sequence[Sound], device: torch.device) -> tuple[Tensor, Tensor]:
-    """What an audio tower takes: (mel [mel bins, all frames], frames int64 [sounds])."""
-    mel = torch.as_tensor(np.concatenate([sound.mel for sound in sounds], axis=1))
-    return mel.to(device), torch.tensor([sound.frames for sound in sounds], device=device)
+def heard(tower: Any, mels: Sequence[Tensor], longest: int) -> Tensor:
+    """[tokens of all sounds, hidden]: what transformers' audio tower makes of sounds.
+
+    Chunks are cut and padded here, because the tower pads to the longest that it is given, and what is to be
+    padded to may be with a sound that goes through it elsewhere.
+
+    Args:
+        tower: a Qwen3OmniMoeAudioEncoder.
+        mels: float [mel bins, frames] of each sound, at least one.
+        longest: mel frames to pad chunks to; none is longer.
+    """
+    device, chunk = mels[0].device, 2 * tower.n_window
+    chunks = [part for mel in mels for part in mel.split(chunk, dim=1)]
+    padded = torch.stack([functional.pad(part, (0, longest - part.shape[1])) for part in chunks])
+    tokens = torch.tensor([sound_tokens(part.shape[1], tower.n_window) for part in chunks], device=device)
+    width = sound_tokens(longest, tower.n_window)
+    valid = torch.arange(width, device=device) < tokens[:, None]
+    # Attention sees as many whole chunks at a time as `n_window_infer` says, of the width they are padded to.
+    most = width * (tower.n_window_infer // chunk)
+    ends = [0]
+    for mel in mels:
+        left = sound_tokens(mel.shape[1], tower.n_window)
+        ends += [ends[-1] + first for first in (*range(most, left, most), left)]
+    return tower(
+        padded_feature=padded,
+        chunk_lengths=torch.tensor([part.shape[1] for part in chunks], device=device),
+        valid_indices=valid.flatten().nonzero().flatten(),
+        cu_seqlens=torch.tensor(ends, dtype=torch.int32, device=device),
+        return_dict=True,
+    ).last_hidden_state
 
 
 @dataclass(frozen=True)
@@ -96,8 +123,7 @@ def features_of(model: Any, shown: Different, reading: Reading, device: torch.de
     sounds: dict[SoundKey, Tensor] = {}
     for longest in shown.chunks:
         together = {key: sound for key, sound in shown.sounds.items() if key[1] == longest}
-        mel, lengths = frames_of(list(together.values()), device)
-        heard = model.audio_tower(mel, feature_lens=lengths, return_dict=True).last_hidden_state
+        mels = [torch.tensor(sound.mel).to(device) for sound in together.values()]
         sizes = [reading.sound_tokens(sound) for sound in together.values()]
-        sounds |= dict(zip(together, heard.split(sizes), strict=True))
+        sounds |= dict(zip(together, heard(model.audio_tower, mels, longest).split(sizes), strict=True))
     return Features(pictures, deep, sounds)
