@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from relax.config.base import Settings
 from relax.config.freeze import Frozen
@@ -150,6 +150,15 @@ class ActorSettings(ParallelSettings):
     max_skipped_steps: int = Field(default=10, ge=0)
     """Steps in a row that may be skipped for a gradient that is not finite before the run ends."""
     supervised: SupervisedSettings = SupervisedSettings()
+
+    @model_validator(mode="after")
+    def _trains_one_way(self) -> "ActorSettings":
+        if self.freeze and self.lora.rank > 0:
+            raise ValueError(
+                f"freeze = {list(self.freeze)} with lora.rank = {self.lora.rank}: adapters leave all of the "
+                "model's own weights as they are; name the layers that get one by lora.targets instead"
+            )
+        return self
 
     @property
     def travelling_adapter(self) -> LoraSettings | None:

@@ -33,6 +33,17 @@ SPLITS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("qwen3_vl_moe", {}, {"context_parallel": 2, "expert_parallel": 2}),
 ]
 DEFAULT = 6
+FROZEN: list[tuple[str, tuple[str, ...], dict[str, Any]]] = [
+    # The last stage has nothing to train, and a micro-batch of text nothing to change.
+    ("qwen3_vl", ("language",), {"pipeline_parallel": 2}),
+    ("qwen3_vl", ("vision",), {"tensor_parallel": 2, "megatron": SEQUENCE}),
+    ("qwen3_vl", ("vision", "projector"), {"context_parallel": 2}),
+    ("qwen3_vl", ("language", "vision"), {"data_parallel": 2, "megatron": {"distributed_optimizer": True}}),
+    ("qwen3_vl", ("language",), {"tensor_parallel": 2}),
+    ("qwen3_vl", ("projector",), {"pipeline_parallel": 2, "megatron": {"recompute": "full"}}),
+    ("qwen3_vl_moe", ("language",), {"expert_parallel": 2, "data_parallel": 2}),
+    ("qwen3_vl_moe", ("vision",), {"tensor_parallel": 2, "expert_parallel": 2, "megatron": SEQUENCE}),
+]
 
 
 def _name(split: tuple[str, dict[str, Any], dict[str, Any]]) -> str:
@@ -58,8 +69,8 @@ def _oracle() -> Any:
 
 
 @cache
-def _expected(folder: str) -> Any:
-    return _oracle().one_step(folder, VOCABULARY)
+def _expected(folder: str, frozen: tuple[str, ...] = ()) -> Any:
+    return _oracle().one_step(folder, VOCABULARY, frozen=frozen)
 
 
 @pytest.mark.parametrize(
@@ -75,20 +86,53 @@ def test_a_split_that_sees_agrees_with_transformers(
     kind, shape, actor = split
     folder = model(kind, **shape)
     answers = two("one_step", folder=folder, actor=actor, out=str(tmp_path), vocabulary=VOCABULARY)
-    expected = _expected(folder)
+    _require_equal(answers, actor, tmp_path, _expected(folder), towers=20)
 
+
+@pytest.mark.parametrize(
+    ("kind", "frozen", "actor"),
+    [
+        pytest.param(*case, id="-".join(map(str, case)), marks=[] if index < 2 else pytest.mark.slow)
+        for index, case in enumerate(FROZEN)
+    ],
+)
+def test_what_is_frozen_stays_and_the_rest_steps_as_with_transformers(
+    kind: str,
+    frozen: tuple[str, ...],
+    actor: dict[str, Any],
+    two: Any,
+    model: Callable[..., str],
+    tmp_path: Path,
+) -> None:
+    folder, actor = model(kind), actor | {"freeze": list(frozen)}
+    answers = two("one_step", folder=folder, actor=actor, out=str(tmp_path), vocabulary=VOCABULARY)
+    expected = _expected(folder, frozen)
+    _require_equal(answers, actor, tmp_path, expected)
+    # What no gradient was expected of is published all the same, with the very bits that it had.
+    weights, before = (
+        load_file(tmp_path / "weights"),
+        _oracle().split(load_file(Path(folder) / "model.safetensors")),
+    )
+    still = [name for name in weights if name not in expected["grads"]]
+    assert still
+    assert all(torch.equal(weights[name], before[name]) for name in still)
+
+
+def _require_equal(
+    answers: list[Any], actor: dict[str, Any], tmp_path: Path, expected: Any, towers: int = 0
+) -> None:
     if not actor.get("megatron", {}).get("distributed_optimizer"):
         grads = load_file(tmp_path / "grads")
         assert grads.keys() == expected["grads"].keys()
-        towers = 0
+        large = 0
         for name, found in grads.items():
             exact = expected["grads"][name]
             difference, size = float((found.double() - exact).abs().max()), float(exact.abs().max())
             assert difference <= 1e-5 * max(1.0, size), f"{name}: {difference} of {size}"
             if ".visual." in name and size > 1e-2:
-                towers += 1
+                large += 1
                 assert difference <= 1e-5 * size, f"{name}: {difference} of {size}"
-        assert towers > 20  # small ones would agree whatever they were
+        assert large >= towers  # small ones would agree whatever they were
 
     norms = {answer["stats"][0] for answer in answers}
     assert max(norms) - min(norms) == 0  # the same answer on every rank

@@ -131,6 +131,19 @@ RESHARDED: list[tuple[str, dict[str, Any], list[dict[str, Any]]]] = [
         {"expert_parallel": 2, "data_parallel": 2, "megatron": {"distributed_optimizer": True}},
         [{"pipeline_parallel": 2}, {"tensor_parallel": 2, "megatron": SEQUENCE}],
     ),
+    (
+        "qwen3_vl",
+        {"tensor_parallel": 2, "freeze": ["vision"]},
+        [
+            {"pipeline_parallel": 2, "freeze": ["vision"]},
+            {"data_parallel": 2, "freeze": ["vision"], "megatron": {"distributed_optimizer": True}},
+        ],
+    ),
+    (
+        "qwen3_vl",
+        {"pipeline_parallel": 2, "freeze": ["language"]},
+        [{"tensor_parallel": 2, "freeze": ["language"]}],
+    ),
 ]
 
 
@@ -142,6 +155,8 @@ RESHARDED: list[tuple[str, dict[str, Any], list[dict[str, Any]]]] = [
         pytest.param(*RESHARDED[2], id="experts", marks=pytest.mark.slow),
         pytest.param(*RESHARDED[3], id="seeing"),
         pytest.param(*RESHARDED[4], id="seeing-experts", marks=pytest.mark.slow),
+        pytest.param(*RESHARDED[5], id="frozen", marks=pytest.mark.slow),
+        pytest.param(*RESHARDED[6], id="frozen-language", marks=pytest.mark.slow),
     ],
 )
 def test_a_checkpoint_resumes_bit_for_bit_and_under_another_split(
@@ -214,8 +229,10 @@ def test_a_checkpoint_converts_to_what_its_ranks_export(
     exported, converted = _tensors(tmp_path / "exported"), _tensors(tmp_path / "converted")
     assert exported.keys() == converted.keys()
     assert all(torch.equal(exported[name], converted[name]) for name in exported)
-    norms = [name for name in exported if name.endswith("norm.weight")]
-    assert not any(torch.equal(exported[name], _tensors(folder)[name]) for name in norms)
+    (norm,) = (
+        name for name in exported if name.endswith(("model.norm.weight", "language_model.norm.weight"))
+    )
+    assert not torch.equal(exported[norm], _tensors(folder)[norm])
 
 
 @pytest.mark.slow

@@ -23,6 +23,7 @@ from relax.backends.train.megatron.norm import RMSNorm
 from relax.backends.train.megatron.padding_token import keep_untrained
 from relax.backends.train.megatron.rotary import PackedRotary, inverse_frequencies
 from relax.backends.train.megatron.value_head import ValueHead
+from relax.config.freeze import Part
 from relax.config.megatron import MegatronSettings
 from relax.config.parallel import ParallelSettings
 
@@ -41,6 +42,7 @@ class Blueprint:
         critic: one value a token instead of logits.
         media: how it takes media; None for a model of text alone.
         share_encoding: ranks of a stage share the images of a micro-batch.
+        freeze: parts of the model that are left as they are.
     """
 
     hf: Any
@@ -52,6 +54,7 @@ class Blueprint:
     critic: bool
     media: MediaSpec | None = None
     share_encoding: bool = True
+    freeze: tuple[Part, ...] = ()
 
 
 def family_of(config: Any) -> Family:
@@ -104,14 +107,14 @@ def blueprint(
     media = None if family.media is None else family.media(whole)
     if media is not None:
         _require_room(media, parallel, family.shape(text).layers)
-    engine = _transformer_engine(settings, device)
+    engine = uses_transformer_engine(settings, device)
     _require_fitting(family, text, parallel, settings)
     multiple = settings.vocabulary_divisor * parallel.tensor_parallel
     wanted = {
         **_model_fields(hf, family, text),
-        **_parallel_fields(parallel, settings),
-        **_precision_fields(dtype, device),
-        **_moe_fields(family, text, settings, engine, replay),
+        **parallel_fields(parallel, settings),
+        **precision_fields(dtype, device),
+        **mixture_fields(bool(family.shape(text).experts), settings, engine, replay),
         **settings.transformer_config,
     }
     known = {field.name for field in dataclasses.fields(TransformerConfig)}
@@ -146,7 +149,7 @@ def chunks(plan: Blueprint) -> list[GPTModel]:
             known(ignore_virtual=False, vp_stage=virtual)
             for known in (parallel_state.is_pipeline_first_stage, parallel_state.is_pipeline_last_stage)
         )
-        spec = _spec(plan, virtual)
+        spec = layer_spec(plan, virtual)
         model = _model(
             plan,
             virtual,
@@ -192,7 +195,8 @@ def _device(model: GPTModel) -> torch.device:
     return next(model.parameters()).device
 
 
-def _spec(plan: Blueprint, virtual: int | None) -> TransformerBlockSubmodules:
+def layer_spec(plan: Blueprint, virtual: int | None) -> TransformerBlockSubmodules:
+    """The layers of a stage: Transformer Engine's, or Megatron's own with attention and norms of ours."""
     spec = get_gpt_decoder_block_spec(
         plan.config, plan.transformer_engine, normalization="RMSNorm", vp_stage=virtual
     )
@@ -220,7 +224,8 @@ def _with_our_modules(layer: Any) -> Any:
     return dataclasses.replace(layer, submodules=submodules)
 
 
-def _transformer_engine(settings: MegatronSettings, device: torch.device) -> bool:
+def uses_transformer_engine(settings: MegatronSettings, device: torch.device) -> bool:
+    """Whether layers are Transformer Engine's: where it is, or where the settings ask for it."""
     installed = importlib.util.find_spec("transformer_engine") is not None
     if settings.transformer_engine is None:
         return installed and device.type == "cuda"
@@ -306,7 +311,8 @@ def _model_fields(hf: Any, family: Family, text: Mapping[str, Any]) -> dict[str,
     }
 
 
-def _parallel_fields(parallel: ParallelSettings, settings: MegatronSettings) -> dict[str, Any]:
+def parallel_fields(parallel: ParallelSettings, settings: MegatronSettings) -> dict[str, Any]:
+    """What a split says."""
     fields: dict[str, Any] = {
         "tensor_model_parallel_size": parallel.tensor_parallel,
         "pipeline_model_parallel_size": parallel.pipeline_parallel,
@@ -333,7 +339,8 @@ def _parallel_fields(parallel: ParallelSettings, settings: MegatronSettings) -> 
     return fields
 
 
-def _precision_fields(dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+def precision_fields(dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+    """What a dtype and a device say."""
     if dtype not in (torch.float32, torch.bfloat16):
         raise SettingsError(f"dtype {dtype} cannot be trained by megatron; use float32 or bfloat16")
     return {
@@ -345,10 +352,9 @@ def _precision_fields(dtype: torch.dtype, device: torch.device) -> dict[str, Any
     }
 
 
-def _moe_fields(
-    family: Family, text: Mapping[str, Any], settings: MegatronSettings, engine: bool, replay: bool
-) -> dict[str, Any]:
-    if not family.shape(text).experts:
+def mixture_fields(experts: bool, settings: MegatronSettings, engine: bool, replay: bool) -> dict[str, Any]:
+    """What settings say of a mixture of experts; of a model without, what Megatron asks all the same."""
+    if not experts:
         for name in ("aux_loss", "z_loss"):
             if getattr(settings, name):
                 raise SettingsError(

@@ -99,6 +99,7 @@ def save(
             "dtype": str(plan.config.params_dtype),
             "split": _split(plan),
             "critic": plan.critic,
+            "freeze": sorted(plan.freeze),
             "config": plan.hf.to_dict(),
         }
         (partial / PROGRESS).write_text(json.dumps(described, indent=1, default=str) + "\n")
@@ -121,6 +122,8 @@ def load(folder: Path, models: Sequence[GPTModel], optimizer: Optimizer, plan: B
     described = describe(folder)
     _require_same_model(folder, described, plan)
     steps = int(described["optimizer_steps"])
+    if steps:
+        _require_same_moments(folder, described, plan)
     parameters = _trained(models)
     masters = _has_masters(plan)
     room = moments.empty(parameters, masters) if steps else {}
@@ -131,7 +134,9 @@ def load(folder: Path, models: Sequence[GPTModel], optimizer: Optimizer, plan: B
     for name, model in _named(models):
         model.load_state_dict(found[name], strict=True)
     if steps:
-        moments.write(optimizer.inner, parameters, found["optimizer"], masters=masters, steps=steps)
+        # A stage of which all is frozen has none.
+        state = found.get("optimizer", {})
+        moments.write(optimizer.inner, parameters, state, masters=masters, steps=steps)
     else:
         optimizer.forget_moments()
         optimizer.inner.reload_model_params()
@@ -242,6 +247,16 @@ def _require_same_model(folder: Path, described: Mapping[str, Any], plan: Bluepr
         kinds = ["a policy", "a critic"]
         raise StateMismatchError(
             f"checkpoint {folder} is of {kinds[described['critic']]}, this is {kinds[plan.critic]}"
+        )
+
+
+def _require_same_moments(folder: Path, described: Mapping[str, Any], plan: Blueprint) -> None:
+    """What is frozen has no moments to go on with."""
+    frozen = described.get("freeze", [])
+    if frozen != sorted(plan.freeze):
+        raise StateMismatchError(
+            f"checkpoint {folder} has the optimizer of a model with actor.freeze = {frozen}, this one has "
+            f"{sorted(plan.freeze)}; set it to the same, or start from an export of the checkpoint"
         )
 
 

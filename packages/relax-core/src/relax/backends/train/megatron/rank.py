@@ -40,7 +40,6 @@ from relax.backends.train.megatron.outputs import Scoring, columns_never_said
 from relax.backends.train.megatron.schedule import Schedules, Work
 from relax.backends.train.ranks import Coordinates, RankSpec
 from relax.backends.train.settings import learning_rate
-from relax.config.freeze import Part
 
 
 class MegatronRank:
@@ -83,6 +82,7 @@ class MegatronRank:
             critic=critic,
             replay=self._routing is not None,
         )
+        self._plan = dataclasses.replace(self._plan, freeze=spec.actor.freeze)
         self._closed = False
         self._coordinates = topology.join(spec.actor.parallel)
         try:
@@ -90,7 +90,7 @@ class MegatronRank:
             torch.manual_seed(spec.seed)
             models = self._built(spec.seed)
             self._parameters = weights.local_names(models)
-            self._freeze(spec.actor.freeze)
+            self._freeze()
             self._replay = (
                 replay.Replay(models, self._routing, keep=options.recompute == "full")
                 if self._routing
@@ -306,15 +306,16 @@ class MegatronRank:
 
     # Parts
 
-    def _freeze(self, parts: Sequence[Part]) -> None:
+    def _freeze(self) -> None:
         """Take the gradients of what is to stay as it is, before buffers and optimizers are made."""
+        parts = self._plan.freeze
         if not parts:
             return
         freeze.require_parts(weights.all_names(self._plan), parts)
+        # A rank may have nothing but padding of a vocabulary: a piece that is empty, but of some tensor.
         named = [
-            (weights.sources_of(spec)[0].source, self._parameters[spec.name])
+            (spec.pieces[0].source if spec.pieces else spec.name, self._parameters[spec.name])
             for spec in self._layout.tensors
-            if weights.sources_of(spec)
         ]
         freeze.freeze(named, parts)
 

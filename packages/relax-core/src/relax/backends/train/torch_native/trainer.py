@@ -24,6 +24,7 @@ from relax.backends.train.errors import (
     StepOrderError,
 )
 from relax.backends.train.export import export_model
+from relax.backends.train.freeze import freeze, require_parts
 from relax.backends.train.padding import required
 from relax.backends.train.settings import TrainerSettings, learning_rate
 from relax.backends.train.state_files import read_trainer_state, write_state
@@ -31,6 +32,7 @@ from relax.backends.train.torch_native.adapters import Adapters, own_name
 from relax.backends.train.torch_native.checkpointing import recompute_layers
 from relax.backends.train.torch_native.masters import FloatCopies, Masters, OwnParameters
 from relax.backends.train.torch_native.policy import Policy, load_model
+from relax.config.freeze import Part
 from relax.config.lora import LoraSettings
 from relax.config.roles import ActorSettings
 
@@ -48,17 +50,21 @@ class NativeOptions:
         gradient_checkpointing: activations are computed again in the backward pass.
         packing: rows lie end to end.
         lora: adapters, with a rank above 0.
+        freeze: parts of the model that are left as they are.
     """
 
     master_weights: bool = True
     gradient_checkpointing: bool = False
     packing: bool = False
     lora: LoraSettings = dataclasses.field(default_factory=LoraSettings)
+    freeze: tuple[Part, ...] = ()
 
 
 def options_of(actor: ActorSettings) -> NativeOptions:
     """What the `actor` section asks for."""
-    return NativeOptions(actor.master_weights, actor.gradient_checkpointing, actor.packing, actor.lora)
+    return NativeOptions(
+        actor.master_weights, actor.gradient_checkpointing, actor.packing, actor.lora, actor.freeze
+    )
 
 
 class TorchNative:
@@ -106,6 +112,8 @@ class TorchNative:
         self.settings = settings
         self.options = options or NativeOptions()
         self.model = self._loaded(dtype, seed)
+        require_parts((name for name, _ in self.model.named_parameters()), self.options.freeze)
+        freeze(self.model.named_parameters(), self.options.freeze)
         self._adapters = Adapters(self.model, self.options.lora, seed) if self.options.lora.rank > 0 else None
         if self.options.gradient_checkpointing:
             recompute_layers(self.model)
@@ -179,7 +187,7 @@ class TorchNative:
         mask, old, advantages = (required(batch, n) for n in ("loss_mask", "rollout_logprobs", "advantages"))
         outputs = (masked_out if batch.dummy else loss)(
             LossInputs(
-                logprobs=self._policy(batch),
+                logprobs=self._scored(batch),
                 old_logprobs=old,
                 advantages=advantages,
                 mask=mask,
@@ -196,6 +204,13 @@ class TorchNative:
         outputs.loss.backward()
         self._accumulated += 1
         return dataclasses.replace(outputs, loss=outputs.loss.detach())
+
+    def _scored(self, batch: Packed) -> Tensor:
+        """Logprobs that a loss can be made of, also where all that they depend on is frozen, as with a frozen
+        language model and a batch of text.
+        """
+        logprobs = self._policy(batch)
+        return logprobs if logprobs.requires_grad else logprobs.detach().requires_grad_()
 
     def optim_step(self, scale: float) -> StepStats:
         """Scale the accumulated gradient once, clip it by its global norm, step AdamW, zero the gradient.
@@ -268,7 +283,7 @@ class TorchNative:
         batch = self._on_device(batch)
         if self._adapters is not None:
             self._adapters.dropout(True)
-        logprobs = self._policy(batch)
+        logprobs = self._scored(batch)
         if self._adapters is not None:
             self._adapters.dropout(False)
         loss = -(logprobs * required(batch, "loss_mask")).sum()
