@@ -16,6 +16,7 @@ from aiohttp import web
 from relax.backends.inference.base import EngineSpec
 from relax.backends.inference.errors import EngineClosed, EngineError, EngineLost, InvalidRequest
 from relax.backends.inference.sglang.engine import SglangEngine
+from relax.backends.models import build_model
 from relax.backends.tiny import write_tiny
 from relax.config.roles import RolloutSettings
 from safetensors.torch import save_file
@@ -193,7 +194,7 @@ async def test_long_messages_in_pieces_are_read(server, start):
 
 async def test_a_refusal_fails_its_call_and_the_engine_serves_on(server, start):
     server.status["/generate"] = 400
-    async with start() as engine:
+    async with start(health_seconds=10.0) as engine:  # a slow machine is no lost server
         with pytest.raises(InvalidRequest, match=r"'r' was refused.*answered 400: no"):
             await read(engine, ask("r"))
         server.status.clear()
@@ -317,39 +318,87 @@ async def test_a_server_of_another_kind_is_refused(info, settings, message, serv
             pass
 
 
-async def test_a_server_that_makes_another_prompt_of_a_picture_is_told_of_and_serves_on(
-    server, tmp_path, tmp_path_factory
-):
-    """Whatever it makes of a picture: no answer to another prompt than the trainer's gets through."""
+@pytest.fixture(scope="module")
+def seeing(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a model that sees, with weights."""
     made = write_tiny(tmp_path_factory.mktemp("vision"), "qwen3_vl")
+    build_model(made).save_pretrained(made)
+    return made
+
+
+@pytest.fixture
+async def shown(server: Server, seeing: Path, tmp_path: Path) -> AsyncIterator[SglangEngine]:
+    """An engine of it, at version 0."""
+    settings = RolloutSettings(sglang={"urls": [server.url], "weights": "tensor"}, stall_seconds=30.0)  # pyright: ignore[reportArgumentType]
+    engine = await SglangEngine.create(EngineSpec("engine-0", seeing, run_folder=tmp_path, settings=settings))
+    await put(engine, 0)
+    yield engine
+    await engine.close()
+
+
+async def put(engine: SglangEngine, version: int) -> None:
+    weights = {name: torch.zeros_like(tensor, device="cpu") for name, tensor in engine.weights().items()}
+    await engine.begin_update(version, weights)
+    await engine.commit_update(version)
+
+
+PROMPT = [9, 3, *[5] * 4, 4]
+
+
+def showing() -> GenerationRequest:
     picture = {"pixel_values": np.ones((16, 1536), np.float32), "image_grid_thw": np.array([[1, 4, 4]])}
-    tokens = np.array([9, 3, *[5] * 4, 4], np.int32)
-    request = GenerationRequest("r", tokens, Sampling(max_new_tokens=2), 0, [picture])
-    end = "data: [DONE]\n\n"
+    return GenerationRequest("r", np.array(PROMPT, np.int32), Sampling(max_new_tokens=2), 0, [picture])
 
-    def prompted(prompt: object) -> Talk:
-        told = json.loads(piece(0, [7, 8], 2, "length")[6:]) | {"prompt_token_ids": prompt}
-        return saying(f"data: {json.dumps(told)}\n\n", end)
 
-    settings = RolloutSettings(sglang={"urls": [server.url], "weights": "tensor"})  # pyright: ignore[reportArgumentType]
-    spec = EngineSpec("engine-0", made, run_folder=tmp_path, settings=settings)
-    engine = await SglangEngine.create(spec)
-    try:
-        weights = {name: torch.zeros_like(tensor, device="cpu") for name, tensor in engine.weights().items()}
-        await engine.begin_update(0, weights)
-        await engine.commit_update(0)
-        for prompt, message in (
-            ([9, 3, *[5] * 6, 4], "has 7 tokens, and .* makes 9 tokens of its prompt"),
-            ([8, 3, *[5] * 4, 4], "makes 7 tokens of its prompt"),
-            (None, "does not tell its prompt"),
-        ):
-            server.talk = prompted(prompt)
-            with pytest.raises(InvalidRequest, match=message):
-                await read(engine, [request])
-        server.talk = prompted(tokens.tolist())
-        assert (await read(engine, [request]))["r"].tokens.tolist() == [7, 8]
-    finally:
-        await engine.close()
+def told(prompt: list[int] | None, version: int = 0, tokens: tuple[int, int] = (7, 8)) -> str:
+    """An answer of two tokens, by weights of that version, to that prompt."""
+    spans = [{"version": str(version), "start": 0, "end": 2}]
+    message = json.loads(piece(0, list(tokens), 2, "length", weight_versions=spans)[6:])
+    return f"data: {json.dumps(message | {'prompt_token_ids': prompt})}\n\ndata: [DONE]\n\n"
+
+
+async def test_a_server_that_makes_another_prompt_of_a_picture_is_told_of_and_serves_on(server, shown):
+    """Whatever it makes of a picture: no answer to another prompt than the trainer's gets through."""
+    for prompt, message in (
+        ([9, 3, *[5] * 6, 4], "has 7 tokens, and .* makes 9 tokens of its prompt"),
+        ([8, 3, *[5] * 4, 4], "makes 7 tokens of its prompt"),
+        (None, "does not tell its prompt"),
+    ):
+        server.talk = saying(told(prompt))
+        with pytest.raises(InvalidRequest, match=message):
+            await read(shown, [showing()])
+    server.talk = saying(told(PROMPT))
+    assert (await read(shown, [showing()]))["r"].tokens.tolist() == [7, 8]
     bodies = [body for path, body in server.calls if path == "/generate"]
     assert [body["input_ids"] for body in bodies] == [[[9, 3, 5, 4]]] * 4
     assert all(len(files) == 1 for body in bodies for files in body["image_data"])
+
+
+async def test_an_answer_by_a_version_that_its_pictures_do_not_name_is_asked_again(server, shown):
+    """A call that reaches the server while it stands still for a version is answered by that one."""
+    asked, there = asyncio.Event(), asyncio.Event()
+
+    async def talk(server: Server, answer: web.StreamResponse, body: dict[str, Any]) -> None:
+        again = asked.is_set()
+        asked.set()
+        await there.wait()
+        await answer.write(told(PROMPT, 1, (5, 6) if again else (7, 8)).encode())
+
+    server.talk = talk
+    reading = asyncio.ensure_future(read(shown, [showing()]))
+    async with asyncio.timeout(20):
+        await asked.wait()
+        await put(shown, 1)
+        there.set()
+        generation = (await reading)["r"]
+    assert generation.tokens.tolist() == [5, 6]
+    assert generation.spans == [(1, 0, 2)]
+    files = [body["image_data"] for path, body in server.calls if path == "/generate"]
+    assert len(files) == 2
+    assert files[0] != files[1]
+
+
+async def test_weights_that_nobody_here_put_in_lose_an_engine_that_shows_pictures(server, shown):
+    server.talk = saying(told(PROMPT, 3))
+    with pytest.raises(EngineLost, match=r"answered by version 3, and 0 is served"):
+        await read(shown, [showing()])

@@ -98,6 +98,7 @@ class Answer:
         pictures: its pictures as PNG files, once they are made.
         tokens, logprobs: all sampled so far.
         kept: tokens of the calls before this one.
+        version: of the weights that the running call is asked of.
     """
 
     request: GenerationRequest
@@ -111,10 +112,11 @@ class Answer:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     kept: int = 0
+    version: int = -1
     _spans: list[VersionSpan] = field(default_factory=list)
     _routes: list[np.ndarray] = field(default_factory=list)
     _unread: bool = False
-    _version: int = -1
+    _parts: int = 0
     _sure: int | None = None
 
     @property
@@ -135,7 +137,7 @@ class Answer:
     def begin(self, rid: str, version: int) -> None:
         """It is asked for (again), of weights of that version."""
         self.rid, self.kept, self.asked, self.interrupted = rid, len(self.tokens), True, False
-        self._version, self._sure = version, None
+        self.version, self._sure, self._parts = version, None, len(self._routes)
 
     def hold(self, *, interrupted: bool) -> None:
         """Another version is put in: which one samples the tokens that come from now on, the end of the call
@@ -144,6 +146,19 @@ class Answer:
         self.interrupted = interrupted
         if self._sure is None:
             self._sure = len(self.tokens)
+
+    @property
+    def other_versions(self) -> list[int]:
+        """Those that have sampled in the call that ended last, but for the one it was asked of."""
+        return [number for number, _, end in self._spans if end > self.kept and number != self.version]
+
+    def forget(self) -> None:
+        """Drop what the call that ended last has brought."""
+        del self.tokens[self.kept :], self.logprobs[self.kept :], self._routes[self._parts :]
+        self._spans = [
+            (version, start, min(end, self.kept)) for version, start, end in self._spans if start < self.kept
+        ]
+        self._unread = False
 
     def take(self, meta: Meta) -> int:
         """Add what is new of the running call; returns how many tokens.
@@ -242,10 +257,10 @@ class Answer:
             return None
         spans = [span for span in self._spans if span[2] <= self.kept]
         if self.kept < end:
-            if spans and spans[-1][0] == self._version:
-                spans[-1] = (self._version, spans[-1][1], end)
+            if spans and spans[-1][0] == self.version:
+                spans[-1] = (self.version, spans[-1][1], end)
             else:
-                spans.append((self._version, self.kept, end))
+                spans.append((self.version, self.kept, end))
         return Generation(
             np.array(self.tokens[:end], np.int32),
             np.array(self.logprobs[:end], np.float32),

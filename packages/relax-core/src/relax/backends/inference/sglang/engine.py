@@ -208,6 +208,11 @@ class SglangEngine:
                 continue
             running.discard(piece.index)
             answer.asked = False
+            if self._seen_by_others(answer):
+                answer.forget()
+                if not answer.aborted:
+                    again.append(answer)
+                    continue
             if self._goes_on(answer, meta.finish_reason):
                 again.append(answer)
         if running:
@@ -227,6 +232,18 @@ class SglangEngine:
                 f"processes pictures otherwise than the run; start it with --mm-process-config "
                 f'\'{{"image": {{"do_resize": false}}}}\''
             )
+
+    def _seen_by_others(self, answer: Answer) -> bool:
+        """Whether a call came to a server that stood still for a version, and was answered by that one. Its
+        files name the version before: what they show may be what that one's vision tower saw.
+        """
+        others = answer.other_versions if answer.pictures and self._pusher.resumes else []
+        if others and not self._committing and self._version == answer.version:
+            raise BadAnswer(
+                f"request {answer.request.id!r} was answered by version {others[0]}, and {self._version} is "
+                f"served; somebody else has changed the server's weights"
+            )
+        return bool(others)
 
     def _goes_on(self, answer: Answer, finish: Finish) -> bool:
         """Deliver an answer that is whole; True when it has to be asked again with what it has."""
