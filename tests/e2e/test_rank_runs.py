@@ -115,3 +115,41 @@ def test_megatron_on_two_tensor_ranks_rewards_as_torch_native(
     run = started.finish(timeout=500)
     assert run.code == 0, run.output
     close(run.metrics, local("quickstart", *SMALL, "steps=3", name="native").metrics)
+
+
+def test_megatron_on_two_tensor_ranks_names_pictures_as_torch_native(
+    command: Callable[..., Any],
+    local: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    shim = ROOT / "packages" / "relax-core" / "tests" / "train" / "megatron" / "shim"
+    monkeypatch.setenv("PYTHONPATH", str(shim))
+    small = (*SMALL, "rollout.max_new_tokens=2", "actor.supervised.steps=6", "steps=3")
+    words = ("train", "configs/digits.yaml", *small, "launcher=local", "log.progress=plain")
+    started = command(*words, "actor.backend=megatron", "actor.tensor_parallel=2")
+    run = started.finish(timeout=500)
+    assert run.code == 0, run.output
+    native = local("digits", *small, name="native")
+    close(run.metrics, native.metrics)
+    out = tmp_path / "exported"
+    app(args=["export", str(run.folder), str(out)], standalone_mode=False)
+    begun, ended = (build_model(folder) for folder in (run.folder / "model", out))
+    moved = {
+        name
+        for (name, before), after in zip(begun.state_dict().items(), ended.state_dict().values(), strict=True)
+        if not torch.equal(before, after)
+    }
+    assert any(".visual." in name for name in moved)
+
+
+def test_a_frozen_tower_is_exported_as_it_was(local: Callable[..., Any], tmp_path: Path) -> None:
+    small = (*SMALL, "rollout.max_new_tokens=2", "actor.supervised.steps=2", "steps=2")
+    run = local("digits", *small, "actor.data_parallel=2", "actor.freeze=[vision]")
+    out = tmp_path / "exported"
+    app(args=["export", str(run.folder), str(out)], standalone_mode=False)
+    begun, ended = (build_model(folder).state_dict() for folder in (run.folder / "model", out))
+    for name, before in begun.items():
+        if ".visual." in name and "merger" not in name:
+            assert torch.equal(before, ended[name]), name
+    assert any(".visual." in name and not torch.equal(begun[name], ended[name]) for name in begun)
