@@ -3,13 +3,18 @@
 from collections.abc import Iterator
 
 from relax.backends.inference.sglang.pictures import FAMILIES as SHOWN
+from relax.backends.models import WHOLE_OMNI
 from relax.backends.train.megatron.families import FAMILIES
+from relax.backends.train.omni import MODEL_TYPE as OMNI
 from relax.backends.train.vision import MODEL_TYPE as SEEN
 from relax.config import RunConfig
 from relax.orchestration.model_shape import ModelShape
 
-WHOLE = ("qwen2_5_omni", "qwen3_omni_moe")
-"""Folders of a thinker with a talker: transformers has no causal language model for the two together."""
+WHOLE = ("qwen2_5_omni",)
+"""Folders of a thinker with a talker that are not read as their thinker, as those in WHOLE_OMNI are."""
+
+HEARD = (OMNI, *sorted(WHOLE_OMNI))
+"""Models that trainers show images and video, and play sound."""
 
 
 def unsuitable(config: RunConfig, shape: ModelShape) -> Iterator[str]:
@@ -36,15 +41,11 @@ def _trainer(config: RunConfig, shape: ModelShape) -> Iterator[str]:
                 f"and a talker; write the thinker alone with scripts/tools/extract_thinker.py and take that, "
                 f"with model.text_only=true"
             )
-        elif shape.hears and not config.model.text_only:
+        elif (shape.sees or shape.hears) and shape.kind not in (SEEN, *HEARD) and not config.model.text_only:
             yield (
-                f"actor.backend = torch_native with {model}: no backend trains a model on what it hears yet, "
-                f"and no sample carries sound; set model.text_only=true to train it on text"
-            )
-        elif shape.sees and shape.kind != SEEN and not config.model.text_only:
-            yield (
-                f"actor.backend = torch_native with {model}: of the models that see it shows pictures to "
-                f"{SEEN}; take one of those, or set model.text_only=true"
+                f"actor.backend = torch_native with {model}: of the models that see or hear it trains "
+                f"{', '.join((SEEN, *HEARD))} on that; take one of those, or set model.text_only=true to "
+                f"train it on text"
             )
 
 

@@ -34,7 +34,7 @@ def _media(config: Any) -> "MediaSpec":
 
 
 QWEN3_OMNI_MOE = Family(
-    model_types=("qwen3_omni_moe_thinker", "qwen3_omni_moe_text"),
+    model_types=("qwen3_omni_moe", "qwen3_omni_moe_thinker", "qwen3_omni_moe_text"),
     fields=_fields,
     shape=_shape,
     media=_media,
