@@ -40,7 +40,7 @@ from dcs.layout import Layout
 from dcs.manifest import CHUNK_BYTES
 from dcs.memory.arena import Arena, check
 from dcs.memory.shelf import Copy, Shelf, whole
-from dcs.ticket import Ticket
+from dcs.ticket import Ticket, ranks_behind
 from dcs.wire.chunks import unit_of
 from dcs.wire.collective import CollectiveStore
 from dcs.wire.gathering import Broadcaster
@@ -136,6 +136,7 @@ class Publisher:
         self._completed = threading.Condition(self._lock)
         self._tickets: list[Ticket] = []
         self._live: set[int] = set()
+        self._ranks: tuple[int, ...] = ()  # the newest version that each was last known to have published
         self._error: DcsError | None = None
         self._closed = False
         self.epoch: int = 0
@@ -290,8 +291,9 @@ class Publisher:
                 lambda: self._newest[0] >= newer or self._error or self._closed, self._timeout
             ):
                 raise Timeout(
-                    f"version {newer} of run {self.run!r} is not complete after {self._timeout} s: another"
-                    " rank has not published it, and this one holds no spare buffer until it has"
+                    f"version {newer} of run {self.run!r} is not complete after {self._timeout} s:"
+                    f" {ranks_behind(self._ranks, newer)} not published it, and this one holds no spare"
+                    " buffer until it is"
                 )
         self._raise_if_unusable()
         return self._shelf.reserve(oldest, self._supersede_after)
@@ -400,6 +402,7 @@ class Publisher:
     def _update(self, roster: Roster) -> None:
         with self._lock:
             gone, self._live = self._live - roster.live.keys(), set(roster.live)
+            self._ranks = roster.announced
             tickets = list(self._tickets)
         for member in gone:
             self._server.drop(member)

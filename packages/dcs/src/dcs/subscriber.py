@@ -245,8 +245,13 @@ class Subscriber:
             health = self.health()
             wanted = "a version" if version is None else f"version {version}"
             why = health.error or "health() may say why"
-            if health.error is None and health.publisher == "absent":
-                why = "no publisher has joined it; is that its name?"
+            if health.error is None and (behind := self._intake.state.behind):
+                named = ", ".join(map(str, behind))
+                why = f"the newest is not complete: rank {named} of the publisher has not published it"
+                if len(behind) > 1:
+                    why = f"the newest is not complete: ranks {named} of the publisher have not published it"
+            elif health.error is None and health.publisher == "absent":
+                why = "no publisher has joined it, or not all of its ranks have; is that its name?"
             raise Timeout(f"{wanted} of run {self.run!r} did not come within {timeout} s: {why}")
         if version is not None and staged.version != version:
             staged.release()

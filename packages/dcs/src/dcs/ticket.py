@@ -2,6 +2,7 @@
 
 import threading
 import time
+from collections.abc import Sequence
 
 import msgspec
 
@@ -49,6 +50,22 @@ class Stats(msgspec.Struct, frozen=True):
     pending: tuple[str, ...]
 
 
+def ranks_behind(announced: Sequence[int], version: int) -> str:
+    """Who has not published a version, for error messages: the subject of a sentence, with its verb.
+
+    Args:
+        announced: by rank, the newest version that it has published; as many as are known.
+        version: the one that is awaited.
+    """
+    behind = [str(rank) for rank, newest in enumerate(announced) if newest < version]
+    if not behind:
+        return "another rank of the publisher has"
+    named = ", ".join(behind[:16]) + (", ..." if len(behind) > 16 else "")
+    return (
+        f"rank {named} of the publisher has" if len(behind) == 1 else f"ranks {named} of the publisher have"
+    )
+
+
 class Ticket:
     """Follows one version.
 
@@ -69,6 +86,7 @@ class Ticket:
         self._gone: dict[str, str] = {}
         self._error: DcsError | None = None
         self._expecting_until = 0.0
+        self._ranks: tuple[int, ...] = ()  # the newest version that each was last known to have published
 
     @property
     def done(self) -> bool:
@@ -98,8 +116,8 @@ class Ticket:
             self._changed.wait_for(lambda: self._error or (self._announced and not self._pending), timeout)
             if self._error is None and not self._announced:
                 raise Timeout(
-                    f"version {self.version} was not offered within {timeout} s: another rank of the"
-                    " publisher has not published it"
+                    f"version {self.version} was not offered within {timeout} s:"
+                    f" {ranks_behind(self._ranks, self.version)} not published it"
                 )
             if self._error is None and self._pending:
                 raise Timeout(
@@ -123,6 +141,7 @@ class Ticket:
         """The roster has changed. Whoever is missing is gone, but for a while after `expect_again`."""
         now = time.monotonic()
         with self._changed:
+            self._ranks = roster.announced
             numbers = {standing.name: member for member, standing in roster.live.items()}
             for member, name in list(self._pending.items()):
                 standing = roster.live.get(numbers.get(name, member))

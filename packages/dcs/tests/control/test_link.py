@@ -1,6 +1,7 @@
 """Links and coordinators over real sockets: answers, leases, restarts, keys."""
 
 import os
+import re
 import signal
 import socket
 import threading
@@ -320,10 +321,19 @@ def test_keys_encrypt_and_prove_the_coordinator(stack, ear):
     with pytest.raises(Unauthorized):
         member.join("subscriber", "e")
     assert member.join("subscriber", "e", token="secret").member
-    for wrong in (None, curve.MemberKeys.of(curve.generate().public)):
+    other = curve.generate().public
+    for wrong, why in (
+        (None, "demands CURVE keys and this member was given none; give curve=dcs.MemberKeys.of"),
+        (curve.MemberKeys.of(other), f"key {other.decode()!r}; is that the public key"),
+    ):
         stranger = ear(hub.address, curve=wrong)
-        with pytest.raises(CoordinatorLost):
-            stranger.join("subscriber", "x", token="secret", timeout=0.5)
+        with pytest.raises(CoordinatorLost, match=re.escape(why)):
+            stranger.join("subscriber", "x", token="secret", timeout=1.5)
+    plain = stack.enter_context(Coordinator())
+    with pytest.raises(
+        CoordinatorLost, match="has no CURVE keys and this member was given some; start it with"
+    ):
+        ear(plain.address, curve=curve.MemberKeys.of(keys.public)).join("subscriber", "x", timeout=1.5)
     assert keys.secret.decode() not in repr(keys)
     with pytest.raises(dcs.DcsError, match="CURVE key of 40 characters"):
         curve.CoordinatorKeys(b"short", keys.secret)

@@ -67,6 +67,25 @@ def test_the_next_keeper_takes_the_copy_of_a_lost_one(keeper, proxy, replicas):
     assert is_step(dcs.replicas.restore([own.address, third.address], "actor"), 1)
 
 
+def test_a_keeper_that_was_lost_before_is_named_as_long_as_copies_are_missing(keeper, replicas, eventually):
+    first, second = keeper(), keeper(share_memory=False)
+    rank = replicas([first, second])
+    rank.save(1, state(1)).wait(20)
+    second.close()
+    eventually(lambda: not all(link.up for link in rank._links))
+    saved = rank.save(2, state(2)).wait(20)
+    assert saved.degraded
+    assert saved.held == (first.address,)
+    assert list(saved.failed) == [second.address]
+    assert second.address in saved.failed[second.address]
+    first.close()
+    eventually(lambda: not any(link.up for link in rank._links))
+    with pytest.raises(KeeperLost) as caught:
+        rank.save(3, state(3)).wait(20)
+    assert first.address in str(caught.value)
+    assert second.address in str(caught.value)
+
+
 def test_a_keeper_that_comes_back_is_used_again(keeper, replicas, eventually):
     own, other = keeper(), keeper(share_memory=False)
     rank = replicas([own, other])

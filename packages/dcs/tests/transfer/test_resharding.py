@@ -1,6 +1,7 @@
 """Receivers that are cut differently from the ranks that publish: each byte comes once, from one owner."""
 
 import threading
+import time
 from collections.abc import Callable
 
 import dcs
@@ -168,7 +169,7 @@ def test_a_version_is_offered_when_every_rank_has_published_it(coordinator, stac
     )
     early = publishers[0].publish(0, part(model(0), 0, 2)[0])
     assert subscriber.next(timeout=0.2) is None
-    with pytest.raises(dcs.Timeout, match="another rank"):
+    with pytest.raises(dcs.Timeout, match=r"(another rank|rank 1) of the publisher has not published it"):
         early.wait(0.1)
     publishers[0].publish(1, part(model(1), 0, 2)[0])
     with pytest.raises(dcs.Timeout, match=r"version 1 .* is not complete"):
@@ -280,3 +281,28 @@ def test_two_gangs_never_mix(coordinator, stack):
     for thread in threads:
         thread.join(10)
     assert_same(subscriber.fetch(1, timeout=10), new)
+
+
+def test_a_version_that_ranks_have_not_published_names_them(publish_to, subscribe):
+    tensors = {"w": torch.arange(10.0)}
+    ranks = [publish_to(tensors, rank=rank, world_size=4, session="s", timeout=0.5) for rank in (0, 1, 2)]
+    engine = subscribe(tensors)
+
+    def fails_with(call: Callable[[], object], text: str) -> None:
+        """Who is missing is known a heartbeat later."""
+        deadline = time.monotonic() + 20
+        said = ""
+        while text not in said and time.monotonic() < deadline:
+            with pytest.raises(dcs.Timeout) as caught:
+                call()
+            said = str(caught.value)
+        assert text in said
+
+    first = ranks[0].publish(1, tensors)
+    ranks[2].publish(1, tensors)
+    fails_with(lambda: first.wait(0.2), "ranks 1, 3 of the publisher have not published it")
+    fails_with(lambda: engine.fetch(timeout=0.2), "ranks 1, 3 of the publisher have not published it")
+    ranks[1].publish(1, tensors)
+    fails_with(lambda: first.wait(0.2), "rank 3 of the publisher has not published it")
+    ranks[0].publish(2, tensors)
+    fails_with(lambda: ranks[0].publish(3, tensors), "ranks 1, 2, 3 of the publisher have not published it")

@@ -16,6 +16,7 @@ from dcs.control.topology import Rank
 from dcs.layout import Layout
 
 KEPT_INCOMPLETE = 3
+NAMED_RANKS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +84,20 @@ class Gang:
         if any(slot.state == "lost" for slot in self.slots.values()):
             return "lost"
         return "alive" if self.is_whole else "absent"
+
+    @property
+    def announced(self) -> tuple[int, ...]:
+        """By rank, the newest version that it has announced; -1 before the first."""
+        return tuple(
+            self.slots[rank].announced if rank in self.slots else -1 for rank in range(self.world_size)
+        )
+
+    @property
+    def behind(self) -> tuple[int, ...]:
+        """The ranks, the first few of them, that have not announced the newest version that any has."""
+        announced = self.announced
+        newest = max(announced)
+        return tuple(rank for rank, version in enumerate(announced) if version < newest)[:NAMED_RANKS]
 
     @property
     def layouts(self) -> tuple[tuple[str, ...], tuple[Layout, ...]]:

@@ -10,9 +10,10 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 import zmq
@@ -56,6 +57,12 @@ from dcs.layout import Layout
 _HEARTBEATS_PER_LEASE = 4
 _REPEAT_SECONDS = 1.0  # at least, before a request is sent once more
 _REMEMBERED_SLOW = 64
+_HANDSHAKE_EVENTS = (
+    zmq.EVENT_HANDSHAKE_SUCCEEDED
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+)
 
 Reply = Joined | Announced | Layouts
 
@@ -113,6 +120,8 @@ class Link:
         self._reconnected = 0.0
         self._lost = False
         self._closing = False
+        self._curve = curve
+        self._handshake_fault = ""  # why a connection that was made was of no use
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         # A name for the connection that survives reconnects; random, so nobody else can take it over.
@@ -133,7 +142,7 @@ class Link:
             raise DcsError(
                 f"{address!r} is no coordinator's address: {error}; it looks like tcp://127.0.0.1:4000"
             ) from error
-        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        self._monitor = self._socket.get_monitor_socket(_HANDSHAKE_EVENTS)
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._thread = threading.Thread(target=self._run, name="dcs-link", daemon=True)
         self._thread.start()
@@ -259,7 +268,8 @@ class Link:
 
     def _unanswered(self, timeout: float) -> CoordinatorLost:
         return CoordinatorLost(
-            f"no answer from a coordinator at {self.address} within {timeout} s; is it running there?"
+            f"no answer from a coordinator at {self.address} within {timeout} s;"
+            f" {self._handshake_fault or 'is it running there?'}"
         )
 
     def _post(self, message: Callable[[int], FromMember]) -> None:
@@ -285,9 +295,7 @@ class Link:
                     if ready == self._wake:
                         os.eventfd_read(self._wake)
                     elif ready is self._monitor:
-                        recv_monitor_message(self._monitor, zmq.NOBLOCK)
-                        # Connected anew, perhaps to a coordinator that was restarted and knows nobody.
-                        self._beat_at = self._joining_since = 0.0
+                        self._shook_hands(recv_monitor_message(self._monitor, zmq.NOBLOCK))
                 self._receive_all()
                 now = time.monotonic()
                 if now >= self._beat_at + self._interval:
@@ -303,6 +311,27 @@ class Link:
             self._socket.disable_monitor()
             self._monitor.close(linger=0)
             self._socket.close()
+
+    def _shook_hands(self, event: Mapping[str, Any]) -> None:
+        if event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            # Connected anew, perhaps to a coordinator that was restarted and knows nobody.
+            self._beat_at = self._joining_since = 0.0
+            self._handshake_fault = ""
+        elif event["value"] == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH:
+            self._handshake_fault = (
+                "the coordinator there has no CURVE keys and this member was given some; start it with keys"
+                " (Coordinator(curve=...), dcs serve --curve-secret-file), or leave curve= out here"
+                if self._curve
+                else "what is there demands CURVE keys and this member was given none; give"
+                " curve=dcs.MemberKeys.of(the coordinator's public key)"
+            )
+        elif self._curve:
+            self._handshake_fault = (
+                f"what is there hung up on a handshake with the key {self._curve.server_public.decode()!r};"
+                " is that the public key of this coordinator?"
+            )
+        else:
+            self._handshake_fault = "what is there hung up on a handshake, so it is no coordinator"
 
     @property
     def _interval(self) -> float:

@@ -191,6 +191,8 @@ class RunState(msgspec.Struct, frozen=True, tag="state"):
         sources: whom this subscriber may pull it from, best first; training ranks last, all of them.
         commit: the newest version that everybody in this subscriber's group has whole; -1 before the first.
         gathering: the collective group that this subscriber takes part in, if any.
+        behind: the ranks that have not announced the newest version that any has; the first few of them, and
+            as of the last message that was due anyway.
     """
 
     publisher: Literal["absent", "alive", "lost"]
@@ -198,14 +200,20 @@ class RunState(msgspec.Struct, frozen=True, tag="state"):
     sources: tuple[Source, ...] = ()
     commit: int = -1
     gathering: Gathering | None = None
+    behind: tuple[int, ...] = ()
 
 
 class Roster(msgspec.Struct, frozen=True, tag="roster"):
-    """To publisher ranks, when it changes and in answer to a heartbeat: subscribers by member number."""
+    """To publisher ranks, when it changes and in answer to a heartbeat: subscribers by member number.
+
+    `announced` is by rank the newest version that each has announced in this epoch, -1 before the first: as
+    of the last message that was due anyway.
+    """
 
     live: dict[int, Standing]
     departed: dict[int, str]
     gathering: Gathering | None = None
+    announced: tuple[int, ...] = ()
 
 
 class Complete(msgspec.Struct, frozen=True, tag="complete"):

@@ -266,6 +266,7 @@ class Run:
         self.history.announced(gang.epoch, version, gang.world_size, rank, part, now)
         if version > gang.completed:
             gang.add(rank, version, part)
+            self._roster = None  # whoever asks next sees who has not announced it yet
 
     def commit(self, member: Member) -> int:
         """The newest version that this subscriber may commit."""
@@ -299,7 +300,8 @@ class Run:
             None if announcement is None or announcement is not newest else self.gatherings.of(member.id)
         )
         self.stale.discard(member)
-        return RunState(self.publisher, announcement, sources, self.commit(member), gathering)
+        behind = () if self.gang is None else self.gang.behind
+        return RunState(self.publisher, announcement, sources, self.commit(member), gathering, behind)
 
     def roster(self) -> Roster:
         """For all ranks; the same object until it changes."""
@@ -310,7 +312,8 @@ class Run:
             }
             rank = next(iter(self.gang.members), None) if self.gang is not None else None
             gathering = None if rank is None else self.gatherings.of(rank.id)
-            self._roster = Roster(live, departed, gathering)
+            announced = () if self.gang is None else self.gang.announced
+            self._roster = Roster(live, departed, gathering, announced)
         return self._roster
 
     def news(self) -> Roster | Complete:

@@ -164,6 +164,11 @@ class Replicas:
                 blocked,
                 began,
             )
+            journey.unreachable = {
+                link.address: str(link.fault or f"keeper {link.address} has not answered")
+                for link in self._links
+                if not link.up
+            }
             try:
                 self._shipping.add(journey)
             except DcsError:

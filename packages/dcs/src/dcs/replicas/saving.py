@@ -25,7 +25,8 @@ class Saved:
         blocked_seconds: for which it waited for memory before that.
         seconds: from the call of `save` until this rank's copies were made or given up.
         held: addresses of the keepers that hold this rank's shard.
-        failed: why others do not, by address.
+        failed: why others do not, by address; those that could not be reached at all only where copies are
+            missing.
         degraded: whether there are fewer copies than were asked for.
     """
 
@@ -74,6 +75,7 @@ class Journey:
     handed: Link | None = None  # it maps the arena
     held: list[Link] = field(default_factory=list)
     failed: dict[str, DcsError] = field(default_factory=dict)
+    unreachable: dict[str, str] = field(default_factory=dict)  # keepers that were lost before, and why
     given_up: str = ""  # why no more copies are made
     complete: bool = False
     settled_at: float = 0.0
@@ -114,9 +116,14 @@ class Journey:
             self.blocked_seconds,
             self.settled_at - self.began,
             tuple(link.address for link in self.held),
-            {address: str(error) for address, error in self.failed.items()},
+            self._reasons(),
             len(self.held) < self.copies,
         )
+
+    def _reasons(self) -> dict[str, str]:
+        """Why keepers do not hold it; those that were lost before count where copies are missing."""
+        reasons = dict(self.unreachable) if len(self.held) < self.copies else {}
+        return reasons | {address: str(error) for address, error in self.failed.items()}
 
     def fault(self) -> DcsError | None:
         """Why it will never be complete, if so."""
@@ -125,7 +132,7 @@ class Journey:
             return evicted
         if self.complete or not self.settled or (self.held and not self.given_up):
             return None
-        reasons = "; ".join(f"{address}: {error}" for address, error in self.failed.items())
+        reasons = "; ".join(f"{address}: {reason}" for address, reason in self._reasons().items())
         text = f"step {self.step} of rank {self.bare.rank} of {self.bare.name!r} is not kept"
         if self.given_up:
             return KeeperLost(f"{text}: {self.given_up}{f' ({reasons})' if reasons else ''}")
