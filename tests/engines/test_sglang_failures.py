@@ -62,7 +62,8 @@ def requests() -> list[GenerationRequest]:
 async def lost(engine: SglangEngine, happens: Callable[[list[psutil.Process]], None]) -> EngineLost:
     """What the engine raises when that happens to its server's processes in the middle of requests."""
     assert engine._process is not None
-    family = psutil.Process(engine._process._process.pid).children(recursive=True)
+    under_guard = psutil.Process(engine._process._process.pid).children(recursive=True)
+    family = [one for one in under_guard if "guard.py" not in " ".join(one.cmdline())]
     streams = [engine.generate(requests()[:2]), engine.generate(requests()[2:])]
     readers = [asyncio.ensure_future(anext(stream)) for stream in streams]
     async with asyncio.timeout(60):

@@ -103,6 +103,28 @@ def test_a_server_ends_when_its_owner_dies_however_that_is(how, tmp_path):
         owner.wait()
 
 
+BESIDES = """
+import os, signal, time
+if os.fork() == 0:
+    os.setsid()
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    print("orphan", os.getpid(), flush=True)
+time.sleep(1000)
+"""
+"""A server with a child that does not end with it, as SGLang's have it that are still being started."""
+
+
+async def test_nothing_is_left_when_the_owners_child_is_killed_with_it_as_ray_does(start):
+    server = start(BESIDES)
+    await server.ready(lambda: says(server, "orphan"), 30)
+    orphan = orphan_of(server.log)
+    (guard,) = [child for child in psutil.Process().children() if child.pid == server._process.pid]
+    guard.kill()
+    until(lambda: gone(orphan))
+    async with asyncio.timeout(30):
+        assert "its process ended" in await asyncio.shield(server.ended)
+
+
 async def test_a_death_is_told_with_its_signal_and_the_end_of_the_log(start):
     server = start("import os\nfor n in range(40): print('line', n, flush=True)\nos.kill(os.getpid(), 11)")
     async with asyncio.timeout(30):

@@ -2,8 +2,10 @@
 
 Its standard input is a pipe that the owner holds open. The end of that pipe, or of the process that started
 this one, ends the server: however the owner dies, SIGKILL included. Orphans of the server become children of
-this process, so none is left behind. It exits with the server's own code (128 and the signal for one that
-was killed). Standard library only: it starts in some 30 ms, and is as small.
+the guard, so none is left behind. Ray kills the children of a worker that it ends, this process with them; so
+it only waits for a second one, which guards, and to which the end of either of the two is the end. It exits
+with the server's own code (128 and the signal for one that was killed). Standard library only: it starts in
+some 30 ms, and is as small.
 """
 
 import contextlib
@@ -21,11 +23,20 @@ _SET_DEATH_SIGNAL, _SET_SUBREAPER = 1, 36  # prctl(2)
 def main(command: list[str]) -> int:
     for ignored in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
         signal.signal(ignored, signal.SIG_IGN)
+    owners = [os.pidfd_open(pid) for pid in (os.getppid(), os.getpid())]
+    second = os.fork()
+    if second:
+        code = os.waitstatus_to_exitcode(os.waitpid(second, 0)[1])
+        return code if code >= 0 else 128 - code
+    return guard(command, owners)
+
+
+def guard(command: list[str], owners: list[int]) -> int:
+    """Run the server until it ends, or the pipe or any of the owners (pidfds) does."""
     prctl = ctypes.CDLL(None, use_errno=True).prctl
     if prctl(_SET_SUBREAPER, 1, 0, 0, 0):
         print(f"the guard cannot adopt orphans: errno {ctypes.get_errno()}", file=sys.stderr)
         return 70
-    owner = os.pidfd_open(os.getppid())
 
     def prepare() -> None:
         prctl(_SET_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
@@ -37,7 +48,7 @@ def main(command: list[str]) -> int:
     except OSError as error:
         print(f"{command[0]!r} cannot be run: {error}", file=sys.stderr)
         return 127
-    _wait(owner, server.pid)
+    _wait([*owners, os.pidfd_open(server.pid)])
     code = server.poll()
     _end_all()
     if code is None:
@@ -45,10 +56,10 @@ def main(command: list[str]) -> int:
     return code if code >= 0 else 128 - code
 
 
-def _wait(owner: int, server: int) -> None:
-    """Until the owner, its end of the pipe, or the server is gone."""
+def _wait(ends: list[int]) -> None:
+    """Until the other end of the pipe, or one of the processes behind these pidfds, is gone."""
     poll = select.poll()
-    for descriptor in (owner, os.pidfd_open(server)):
+    for descriptor in ends:
         poll.register(descriptor, select.POLLIN)
     poll.register(0, 0)  # a hang-up is always told
     poll.poll()
