@@ -262,29 +262,17 @@ WRONG = {
         ["mode=colocate", "max_staleness=1"],
         "max_staleness = 1 with mode = colocate",
     ),
-    "Megatron and pictures": (
-        "qwen3-vl-4B-8xgpu",
-        "nodes: [{name: n, cpus: 96, gpus: 8, gpu_memory: 80GB, memory: 1TiB}]",
-        ["actor.backend=megatron", "rollout.engine=sglang"],
-        "actor.backend = megatron with model.path = 'models/Qwen3-VL-4B-Instruct' (qwen3_vl): it maps llama,",
-    ),
     "SGLang and sound": (
         "qwen3-30B-A3B-omni-16xgpu",
         "nodes: [{name: n, count: 2, cpus: 160, gpus: 8, gpu_memory: 141GB, memory: 2TiB}]",
         ["rollout.engine=sglang"],
         "which sees or hears: it shows pictures to qwen3_vl and qwen3_vl_moe, and plays no sound",
     ),
-    "a whole omni model": (
-        "qwen3-30B-A3B-omni-16xgpu",
-        "nodes: [{name: n, count: 2, cpus: 160, gpus: 8, gpu_memory: 141GB, memory: 2TiB}]",
-        ["model.path=models/Qwen3-Omni-30B-A3B-Instruct"],
-        "write the thinker alone with scripts/tools/extract_thinker.py",
-    ),
     "a thinker that is to hear": (
         "qwen3-30B-A3B-omni-16xgpu",
         "nodes: [{name: n, count: 2, cpus: 160, gpus: 8, gpu_memory: 141GB, memory: 2TiB}]",
         ["model.text_only=false"],
-        "no backend trains a model on what it hears yet",
+        "it shows pictures to a qwen3_vl and plays sound to none",
     ),
     "a split that the model's heads do not allow": (
         "qwen3-30B-A3B-16xgpu",
