@@ -118,6 +118,55 @@ def test_what_is_frozen_stays_and_the_rest_steps_as_with_transformers(
     assert all(torch.equal(weights[name], before[name]) for name in still)
 
 
+@pytest.mark.parametrize(
+    ("actor", "calls"),
+    [
+        # Of 16, 8, 16 and 4 patches; of a clip that two rows show; of none; of an image that two rows show,
+        # and one more.
+        pytest.param({"tensor_parallel": 2}, [[2, 1, 1], [2, 1]], id="shared"),
+        pytest.param(
+            {"tensor_parallel": 2, "megatron": {"share_encoding": False}},
+            [[4, 1, 2], [4, 1, 2]],
+            id="all",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param({"context_parallel": 2}, [[2, 1, 1], [2, 1]], id="context", marks=pytest.mark.slow),
+        pytest.param({"pipeline_parallel": 2}, [[4, 1, 2], []], id="stages", marks=pytest.mark.slow),
+    ],
+)
+def test_every_different_item_is_encoded_once_by_one_of_the_ranks_that_share_it(
+    actor: dict[str, Any], calls: list[list[int]], two: Any, model: Callable[..., str]
+) -> None:
+    answers = two("encoded", folder=model("qwen3_vl"), actor=actor, vocabulary=VOCABULARY)
+    assert [answer["forward"] for answer in answers] == calls
+    assert [answer["backward"] for answer in answers] == calls
+    for answer in answers:
+        assert len(answer["refused"]) == 2
+        assert all("image 0 of row 0 needs a run of 4 image tokens" in said for said in answer["refused"])
+
+
+def test_tokens_turn_along_three_axes_as_with_transformers(two: Any, model: Callable[..., str]) -> None:
+    for answer in two("turned", folder=model("qwen3_vl"), actor={"tensor_parallel": 2}):
+        assert answer["difference"] <= 1e-6
+        assert answer["same"]
+        assert answer["axes"] > 0.1
+
+
+def test_what_cannot_be_built_or_gone_on_with_is_named(
+    two: Any, model: Callable[..., str], tmp_path: Path
+) -> None:
+    actor: dict[str, Any] = {"pipeline_parallel": 2, "virtual_pipeline": 2}
+    for answer in two("refused", folder=model("qwen3_vl", layers=4), actor=actor):
+        assert "leaves 1 layers to a stage, but this model adds features" in answer["said"]
+    for answer in two("refused", folder=model("qwen3_vl"), actor={"data_parallel": 2, "freeze": ["audio"]}):
+        assert "names 'audio', but the model has language, vision, projector" in answer["said"]
+    out = str(tmp_path / "checkpoint")
+    frozen = {"data_parallel": 2, "freeze": ["vision"]}
+    two("train_and_save", folder=model("qwen3_vl"), actor=frozen, out=out, vocabulary=VOCABULARY, steps=1)
+    for answer in two("refused", folder=model("qwen3_vl"), actor={"data_parallel": 2, "load": out}):
+        assert "with actor.freeze = ['vision'], this one has []" in answer["said"]
+
+
 def _require_equal(
     answers: list[Any], actor: dict[str, Any], tmp_path: Path, expected: Any, towers: int = 0
 ) -> None:

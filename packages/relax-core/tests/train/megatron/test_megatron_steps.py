@@ -11,10 +11,17 @@ from safetensors.torch import load_file
 VOCABULARY = 101
 
 
+@pytest.mark.parametrize(
+    ("kind", "decoder"),
+    [
+        pytest.param("qwen3_moe", "model.", id="text"),
+        pytest.param("qwen3_vl_moe", "model.language_model.", id="seeing", marks=pytest.mark.slow),
+    ],
+)
 def test_given_routes_are_followed_in_every_split_and_when_recomputed(
-    two: Any, model: Callable[..., str], tmp_path: Path
+    kind: str, decoder: str, two: Any, model: Callable[..., str], tmp_path: Path
 ) -> None:
-    folder = model("qwen3_moe")
+    folder = model(kind)
     splits: dict[str, dict[str, Any]] = {
         "pipeline": {"pipeline_parallel": 2},
         "recomputed": {"pipeline_parallel": 2, "megatron": {"recompute": "full"}},
@@ -35,21 +42,22 @@ def test_given_routes_are_followed_in_every_split_and_when_recomputed(
     for name in splits:
         for key, expected in found["pipeline"].items():
             torch.testing.assert_close(found[name][key], expected, atol=1e-5, rtol=1e-5, msg=f"{name} {key}")
-    router = found["pipeline"]["model.layers.0.mlp.gate.weight"]
+    router = found["pipeline"][f"{decoder}layers.0.mlp.gate.weight"]
     assert float(router.abs().max()) > 1e-4  # probabilities come from live scores
 
 
 @pytest.mark.parametrize(
-    "actor",
-    [{"tensor_parallel": 2, "megatron": {"sequence_parallel": True}}, {"pipeline_parallel": 2}],
-    ids=str,
+    ("kind", "actor"),
+    [
+        pytest.param("qwen3", {"tensor_parallel": 2, "megatron": {"sequence_parallel": True}}, id="tensor"),
+        pytest.param("qwen3", {"pipeline_parallel": 2}, id="pipeline"),
+        pytest.param("qwen3_vl", {"pipeline_parallel": 2}, id="seeing", marks=pytest.mark.slow),
+    ],
 )
 def test_a_critic_gives_values_that_learn(
-    actor: dict[str, Any], two: Any, model: Callable[..., str], tmp_path: Path
+    kind: str, actor: dict[str, Any], two: Any, model: Callable[..., str], tmp_path: Path
 ) -> None:
-    answers = two(
-        "values", folder=model("qwen3"), actor=actor, vocabulary=VOCABULARY, out=str(tmp_path / "c")
-    )
+    answers = two("values", folder=model(kind), actor=actor, vocabulary=VOCABULARY, out=str(tmp_path / "c"))
     assert any("score.weight" in answer["names"] for answer in answers)
     assert not any("lm_head.weight" in answer["names"] for answer in answers)
     spoken = next(answer for answer in answers if answer["first"] is not None)

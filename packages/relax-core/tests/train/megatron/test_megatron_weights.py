@@ -188,10 +188,14 @@ def _by_length(answers: list[Any]) -> list[float]:
 def test_half_precision_keeps_masters_through_a_checkpoint(
     two: Any, model: Callable[..., str], tmp_path: Path
 ) -> None:
-    for name, megatron in (("plain", {}), ("split", {"distributed_optimizer": True})):
+    for kind, name, megatron in (
+        ("qwen3", "plain", {}),
+        ("qwen3", "split", {"distributed_optimizer": True}),
+        ("qwen3_vl", "seeing", {"distributed_optimizer": True}),
+    ):
         actor = {"data_parallel": 2, "dtype": "bfloat16", "megatron": megatron}
         out = str(tmp_path / name)
-        for answer in two("half", folder=model("qwen3"), actor=actor, vocabulary=VOCABULARY, out=out):
+        for answer in two("half", folder=model(kind), actor=actor, vocabulary=VOCABULARY, out=out):
             assert answer["equal"]
             assert answer["kinds"] == ["torch.bfloat16"]
             assert answer["norm"] > 0

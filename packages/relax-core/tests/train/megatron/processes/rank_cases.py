@@ -233,6 +233,76 @@ def replayed(folder: str, actor: dict[str, Any], out: str, vocabulary: int) -> d
         return {"followed": followed, "live": live}
 
 
+def encoded(folder: str, actor: dict[str, Any], vocabulary: int) -> dict[str, Any]:
+    """How many items this rank's encoder met in each call of both passes, and what is refused."""
+    from relax.backends.train.errors import BatchError
+
+    with rank_of(folder, actor) as rank:
+        work = mine(rank, batches_for(folder, 11, vocabulary))
+        met: list[int] = []
+        (model, *_) = rank._models
+        for encoder in getattr(model, "encoders", {}).values():
+            encoder.register_forward_pre_hook(lambda _, given: met.append(len(given[0])))
+        rank.forward(work)
+        forward, met[:] = list(met), []
+        rank.forward_backward(work, loss)
+        rank.discard_gradient()
+        refused = []
+        for call in (rank.require_seen, lambda batch: rank.forward([batch])):
+            rank.require_seen(work[0])
+            try:
+                call(dataclasses.replace(work[0], media=work[0].media[1:] + work[0].media[:1]))
+            except BatchError as raised:
+                refused.append(str(raised))
+        return {"forward": forward, "backward": met, "refused": refused}
+
+
+def turned(folder: str, actor: dict[str, Any]) -> dict[str, Any]:
+    """Rotary angles of three axes against transformers' own."""
+    from relax.backends.models import load_config
+    from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRotaryEmbedding
+
+    positions = torch.tensor([[0, 1, 2, 2, 9], [0, 1, 3, 2, 9], [0, 1, 2, 5, 9]])
+    theirs = Qwen3VLTextRotaryEmbedding(load_config(folder).text_config)
+    cos, sin = theirs(torch.zeros(1), positions[:, None])
+    with rank_of(folder, actor) as rank:
+        angles = rank._models[0].rotary_pos_emb(positions, [])
+        alike = rank._models[0].rotary_pos_emb(positions[:1], [])
+        plain = rank._models[0].rotary_pos_emb(positions[:1].expand(3, -1), [])
+    ours = torch.stack([angles.cos(), angles.sin()])[:, :, 0, 0]
+    expected = torch.stack([cos, sin])[:, 0]
+    return {
+        "difference": float((ours - expected).abs().max()),
+        "same": torch.equal(alike, plain),
+        "axes": float((angles - plain).abs().max()),
+    }
+
+
+def refused(folder: str, actor: dict[str, Any]) -> dict[str, Any]:
+    """What a rank that cannot be made says."""
+    from relax.backends.train.errors import SettingsError, StateMismatchError
+
+    try:
+        with rank_of(folder, {key: value for key, value in actor.items() if key != "load"}) as rank:
+            rank.load(Path(actor["load"]))
+    except (SettingsError, StateMismatchError) as raised:
+        return {"said": str(raised)}
+    return {"said": None}
+
+
+def balanced(folder: str, actor: dict[str, Any], out: str, vocabulary: int, count: int) -> None:
+    """The gradient that balancing losses alone give: the policy's loss is 0."""
+    from megatron.core.distributed import finalize_model_grads
+
+    def nothing(inputs: LossInputs) -> LossOutputs:
+        return LossOutputs(inputs.logprobs.sum() * 0.0, float(inputs.mask.sum()))
+
+    with rank_of(folder, actor) as rank:
+        rank.forward_backward(mine(rank, batches(12, vocabulary, count)), nothing)
+        finalize_model_grads(rank._trained._chunks)
+        gathered(rank, _main_grads(rank), Path(out) / "grads")
+
+
 def values(folder: str, actor: dict[str, Any], vocabulary: int, out: str) -> dict[str, Any]:
     """A critic: values at first, after steps towards a target, and after a checkpoint was loaded."""
     target = 0.7
@@ -241,7 +311,7 @@ def values(folder: str, actor: dict[str, Any], vocabulary: int, out: str) -> dic
         return LossOutputs((inputs.logprobs - target).square().sum(), float(len(inputs.logprobs)))
 
     with rank_of(folder, actor, critic=True, lr=3e-2, clip_grad_norm=None, weight_decay=0.0) as rank:
-        work = mine(rank, batches(5, vocabulary))
+        work = mine(rank, batches_for(folder, 5, vocabulary))
         first = rank.forward(work)
         for _ in range(12):
             rank.forward_backward(work, error)
@@ -326,7 +396,7 @@ def odd_steps(folder: str, actor: dict[str, Any], vocabulary: int) -> dict[str, 
 def half(folder: str, actor: dict[str, Any], vocabulary: int, out: str) -> dict[str, Any]:
     """bfloat16 with float32 masters: an update too small for bfloat16 is kept, and survives a checkpoint."""
     with rank_of(folder, actor, lr=1e-5, clip_grad_norm=None) as rank:
-        work = mine(rank, batches(9, vocabulary))
+        work = mine(rank, batches_for(folder, 9, vocabulary))
         for _ in range(3):
             rank.forward_backward(work, loss)
             rank.optim_step(1 / 40)

@@ -18,8 +18,8 @@ GRIDS = {"small": (1, 2, 2), "wide": (1, 2, 4), "large": (1, 4, 4), "clip": (2, 
 # Rows of each micro-batch: prompt tokens, response tokens, what the prompt shows, what a tool shows behind
 # two response tokens.
 _ROWS = [
-    [(5, 4, (), ()), (3, 6, ("large",), ()), (4, 3, ("wide", "small"), ())],
-    [(2, 5, ("clip", "small"), ()), (2, 4, ("wide", "clip"), ())],
+    [(5, 4, (), ()), (3, 6, ("large",), ()), (4, 3, ("wide", "clip", "small"), ())],
+    [(2, 5, ("clip",), ()), (2, 4, ("clip",), ())],
     [(4, 3, (), ()), (6, 5, (), ())],
     [(3, 3, ("large",), ()), (1, 7, ("large",), ("wide",)), (2, 2, (), ())],
 ]
@@ -52,7 +52,7 @@ def marked(name: str) -> list[int]:
 
 
 def batches(seed: int, vocabulary: int, count: int = 4) -> list[Packed]:
-    """Micro-batches of rows with and without media; one shows none, one shows an image twice."""
+    """Micro-batches of rows with and without media: several, one of them alone, none, one of them twice."""
     return made_of(_ROWS, item, marked, seed, vocabulary, count)
 
 
