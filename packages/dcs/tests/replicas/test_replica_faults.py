@@ -5,7 +5,6 @@ memory.
 import os
 import socket
 import threading
-import time
 
 import dcs.replicas
 import psutil
@@ -13,6 +12,7 @@ import pytest
 import torch
 from dcs.errors import CorruptChunk, Evicted
 from dcs.replicas import KeeperFull, KeeperLost
+from dcs.replicas.shipping import RECLAIM_SECONDS
 
 CHUNK = 4 << 20
 FLOATS = 3 * CHUNK // 4
@@ -44,9 +44,9 @@ def test_a_keeper_killed_while_it_receives_costs_a_copy(keeper, proxy, replicas,
     assert saved.degraded
     assert saved.held == (own.address,)
     assert before.address in saved.failed
-    began = time.monotonic()
-    assert rank.save(3, state(3)).wait(20).degraded
-    assert time.monotonic() - began < 5
+    saving = rank.save(3, state(3))
+    assert saving._journey.routes == [link for link in rank._links if link.address == own.address]
+    assert saving.wait(20).degraded  # nobody tried to reach the lost one
     assert rank.stats().degraded == 2
     assert is_step(rank.restore(), 3)
 
@@ -106,13 +106,9 @@ def test_a_slow_keeper_holds_training_up_for_no_longer_than_the_bound(keeper, pr
     rank = replicas([own, before], keep=1, block_seconds=0.3)
     rank.save(0, state(0)).wait(20)
     before.go.clear()
-    longest = 0.0
-    for step in range(1, 8):
-        began = time.monotonic()
-        rank.save(step, state(step))
-        longest = max(longest, time.monotonic() - began)
-    assert longest < 2.0
-    assert rank.stats().blocked_seconds < 2.0
+    savings = [rank.save(step, state(step)) for step in range(1, 8)]
+    # The documented bound: without it each of them would wait for a keeper that takes nothing at all.
+    assert max(saving._journey.blocked_seconds for saving in savings) < 0.3 + RECLAIM_SECONDS
     before.go.set()
     rank.wait(7, 20)
     assert not rank.save(8, state(8)).wait(20).degraded
@@ -123,12 +119,8 @@ def test_a_rank_that_never_comes_does_not_hold_the_others_up(keeper, replicas):
     rank = replicas(
         [keeper(), keeper(share_memory=False)], world_size=2, session="a", keep=1, block_seconds=0.3
     )
-    blocked = []
-    for step in range(8):
-        began = time.monotonic()
-        rank.save(step, state(step))
-        blocked.append(time.monotonic() - began)
-    assert sum(blocked) < 3.0
+    savings = [rank.save(step, state(step)) for step in range(8)]
+    assert max(saving._journey.blocked_seconds for saving in savings) < 0.3 + RECLAIM_SECONDS
     with pytest.raises(KeeperLost, match="memory was needed for a newer step"):
         rank.wait(0, 5)
 
@@ -236,7 +228,9 @@ def test_one_full_keeper_of_two_costs_a_copy(keeper, replicas):
         assert saved.degraded
         assert saved.held == (large.address,)
         assert "max_bytes" in saved.failed[small.address]
-    assert rank.stats().blocked_seconds < 1
+    assert (
+        rank.stats().blocked_seconds < 10
+    )  # a save that waited would do so for `block_seconds`, which are 10
     assert is_step(rank.restore(), 5)
 
 
