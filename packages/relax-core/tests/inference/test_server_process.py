@@ -114,11 +114,14 @@ time.sleep(1000)
 """A server with a child that does not end with it, as SGLang's have it that are still being started."""
 
 
-async def test_nothing_is_left_when_the_owners_child_is_killed_with_it_as_ray_does(start):
+@pytest.mark.parametrize("which", ["the owner's child, as Ray does", "the one that guards"])
+async def test_nothing_is_left_when_a_guard_is_killed(start, which):
     server = start(BESIDES)
     await server.ready(lambda: says(server, "orphan"), 30)
     orphan = orphan_of(server.log)
-    (guard,) = [child for child in psutil.Process().children() if child.pid == server._process.pid]
+    guard = psutil.Process(server._process.pid)
+    if which == "the one that guards":
+        (guard,) = guard.children()
     guard.kill()
     until(lambda: gone(orphan))
     async with asyncio.timeout(30):

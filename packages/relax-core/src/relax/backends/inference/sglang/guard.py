@@ -2,10 +2,11 @@
 
 Its standard input is a pipe that the owner holds open. The end of that pipe, or of the process that started
 this one, ends the server: however the owner dies, SIGKILL included. Orphans of the server become children of
-the guard, so none is left behind. Ray kills the children of a worker that it ends, this process with them; so
-it only waits for a second one, which guards, and to which the end of either of the two is the end. It exits
-with the server's own code (128 and the signal for one that was killed). Standard library only: it starts in
-some 30 ms, and is as small.
+the guard, so none is left behind. There are two guards, as one may be killed itself: Ray kills the children
+of a worker that it ends. The first, which the owner has started, waits for the second, which guards; the end
+of either is the end of the server, and what is left is ended by the other. It exits with the server's own
+code (128 and the signal for one that was killed). Standard library only: it starts in some 30 ms, and is as
+small.
 """
 
 import contextlib
@@ -23,20 +24,30 @@ _SET_DEATH_SIGNAL, _SET_SUBREAPER = 1, 36  # prctl(2)
 def main(command: list[str]) -> int:
     for ignored in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
         signal.signal(ignored, signal.SIG_IGN)
+    if not _adopts_orphans():
+        return 70
     owners = [os.pidfd_open(pid) for pid in (os.getppid(), os.getpid())]
     second = os.fork()
     if second:
         code = os.waitstatus_to_exitcode(os.waitpid(second, 0)[1])
+        _end_all()
         return code if code >= 0 else 128 - code
     return guard(command, owners)
 
 
+def _adopts_orphans() -> bool:
+    """Make this process the parent of all orphans below it."""
+    done = ctypes.CDLL(None, use_errno=True).prctl(_SET_SUBREAPER, 1, 0, 0, 0) == 0
+    if not done:
+        print(f"the guard cannot adopt orphans: errno {ctypes.get_errno()}", file=sys.stderr)
+    return done
+
+
 def guard(command: list[str], owners: list[int]) -> int:
     """Run the server until it ends, or the pipe or any of the owners (pidfds) does."""
-    prctl = ctypes.CDLL(None, use_errno=True).prctl
-    if prctl(_SET_SUBREAPER, 1, 0, 0, 0):
-        print(f"the guard cannot adopt orphans: errno {ctypes.get_errno()}", file=sys.stderr)
+    if not _adopts_orphans():
         return 70
+    prctl = ctypes.CDLL(None, use_errno=True).prctl
 
     def prepare() -> None:
         prctl(_SET_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
