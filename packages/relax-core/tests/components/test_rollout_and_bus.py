@@ -40,6 +40,8 @@ class Engine:
         self.go_on = asyncio.Event()
         self.answered: list[int] = []
 
+    async def built(self) -> None: ...
+
     async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[FinishedGeneration]:
         for request in sorted(requests, key=lambda request: int(request.id[:8]) in self.slow):
             ordinal = int(request.id[:8])

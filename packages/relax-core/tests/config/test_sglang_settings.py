@@ -32,7 +32,6 @@ def flags(made: EngineSpec, capacity: int = 100) -> str:
         (["rollout.sglang.data_parallel=2"], "takes weights from files only"),
         (["rollout.sglang.pipeline_parallel=2", "rollout.sglang.weights=tensor"], "pipeline_parallel = 2"),
         (["mode=colocate", "rollout.sglang.pause=in_place"], "not on-policy"),
-        (["launcher=ray", "rollout.sglang.start_seconds=900"], "raise ray.start_seconds"),
         (["actor.routing_replay=true", "rollout.sglang.pause=retract"], "keeps those of the first sampling"),
     ],
 )
@@ -40,6 +39,15 @@ def test_combinations_that_cannot_work_are_refused(config, words, message):
     with pytest.raises(ConfigError, match=message):
         check(config("rollout.engine=sglang", "data.answer_column=answer", *words))
     check(config("data.answer_column=answer", *[word for word in words if "routing" not in word]))
+
+
+def test_a_run_waits_for_its_roles_as_long_as_for_a_server(config):
+    server = ["rollout.engine=sglang", "rollout.sglang.start_seconds=900", "ray.start_seconds=300"]
+    assert config(*server).start_seconds > 900
+    assert config(*server, "ray.start_seconds=1200").start_seconds == 1200
+    assert config(*server[1:]).start_seconds == 300
+    there = "rollout.sglang.urls=[http://a:1,http://a:2]"
+    assert config(*server, there).start_seconds == 300
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from agentic import Generation, GenerationRequest, Sampling
 from relax.backends.inference.base import FinishedGeneration, Health
-from relax.backends.inference.errors import EngineLost, InvalidRequest
+from relax.backends.inference.errors import EngineLost, EngineNotBuilt, InvalidRequest
 from relax.distributed.version_clock import VersionClock
 from relax.engine.batching import Coalescing, Lockstep
 from relax.engine.failover import NoReplicaLeft
@@ -33,6 +33,14 @@ class Engine:
         self.steps = 0
         self.answers = True
         self.alive = True
+        self.there = asyncio.Event()
+        self.there.set()
+        self.unbuilt: Exception | None = None
+
+    async def built(self) -> None:
+        await self.there.wait()
+        if self.unbuilt is not None:
+            raise self.unbuilt
 
     async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[FinishedGeneration]:
         self.asked += requests
@@ -189,6 +197,33 @@ async def test_a_replica_that_does_not_get_on_is_found(pooled: Pooled, how: str)
         with pytest.raises(AssertionError, match=said):
             raise AssertionError(a.discarded[0])
         assert list(pool.replicas) == ["b"]
+
+
+async def test_what_a_start_takes_is_no_standstill(pooled: Pooled) -> None:
+    a, b = Engine(hold=True), Engine(version=-1)
+    a.answers = False
+    a.there.clear()
+    async with asyncio.timeout(20):
+        clock, events = VersionClock(1), Events()
+        pool = EnginePool({"a": a, "b": b}, Coalescing, clock, 0.05, stall_seconds=0.1)
+        pool.events = events
+        pool.start()
+        await asyncio.sleep(0.5)
+        assert (events, sorted(pool.replicas)) == ([], ["a", "b"])
+        a.there.set()
+        await a.gone.wait()
+        assert a.discarded == ["it has not said for 0.1 s how it is (rollout.stall_seconds)"]
+        assert sorted(pool.replicas) == ["b"]
+        await pool.close()
+
+
+async def test_one_that_is_never_built_is_left_to_its_supervisor(pooled: Pooled) -> None:
+    a = Engine()
+    a.unbuilt = EngineNotBuilt("a", "no such library")
+    async with pooled({"b": Engine()}, stall_seconds=0.1) as (pool, events):
+        pool.engine_back("a", a)
+        await asyncio.sleep(0.3)
+        assert (events, pool.failure, a.discarded) == ([], None, [])
 
 
 async def test_a_slow_replica_that_gets_on_is_left_alone(pooled: Pooled) -> None:

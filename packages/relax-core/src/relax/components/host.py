@@ -7,7 +7,7 @@ from typing import Any
 from agentic import GenerationRequest
 
 from relax.backends.inference.base import FinishedGeneration, Health
-from relax.backends.inference.errors import EngineLost
+from relax.backends.inference.errors import EngineLost, EngineNotBuilt
 from relax.components import assembly
 from relax.components.context import RunContext
 from relax.components.trainers import RankHost, open_seat
@@ -34,6 +34,7 @@ class RoleHost:
         self._fault: EngineLost | None = None
         self._closing: asyncio.Task[None] | None = None
         self._built = asyncio.Event()
+        self._unbuilt = "it was ended before it was there"
 
     async def build(self) -> None:
         """Load what the role needs; heavy, in a thread so that the process still answers."""
@@ -45,6 +46,9 @@ class RoleHost:
                 self._loop = await EngineHost.create(self._context, self.role)
             else:
                 self._loop = await asyncio.to_thread(self._assemble)
+        except Exception as error:
+            self._unbuilt = f"{type(error).__name__}: {error}"
+            raise
         finally:
             self._built.set()
 
@@ -97,10 +101,10 @@ class RoleHost:
                     await self._closing
 
     async def engine(self) -> "HostedEngine":
-        """The engine of an engine host, once it is built."""
+        """The engine of an engine host, once it is built. Raises `EngineNotBuilt`."""
         await self._built.wait()
         if self._loop is None:
-            raise RuntimeError(f"{self.role} could not be built")
+            raise EngineNotBuilt(self.role, self._unbuilt)
         return HostedEngine(self, self._loop.engine)
 
     def fail(self, fault: EngineLost) -> None:
@@ -159,6 +163,9 @@ class HostedEngine:
     def __init__(self, host: RoleHost, engine: PooledEngine) -> None:
         self._host = host
         self._engine = engine
+
+    async def built(self) -> None:
+        """At once: its host was asked for it."""
 
     def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[FinishedGeneration]:
         return self._engine.generate(requests)

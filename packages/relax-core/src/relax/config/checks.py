@@ -133,12 +133,7 @@ def _lora(config: RunConfig) -> list[str]:
 def _sglang(config: RunConfig) -> list[str]:
     if config.rollout.engine != "sglang":
         return []
-    faults = sglang_faults(
-        config.rollout.sglang,
-        replicas=config.rollout.replicas,
-        mode=config.mode,
-        start_seconds=config.ray.start_seconds if config.launcher == "ray" else None,
-    )
+    faults = sglang_faults(config.rollout.sglang, replicas=config.rollout.replicas, mode=config.mode)
     if config.actor.routing_replay and config.rollout.sglang.pause in ("retract", "in_place"):
         faults.append(
             f"rollout.sglang.pause = {config.rollout.sglang.pause} with actor.routing_replay = true: SGLang "

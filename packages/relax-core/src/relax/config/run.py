@@ -18,6 +18,9 @@ from relax.config.system import (
 
 SCHEMA_VERSION = 1
 
+BESIDE_SERVER_SECONDS = 60.0
+"""What the start of an engine takes beside that of its server: a process, its imports, the model's layout."""
+
 
 class RunConfig(Settings):
     """Everything a run is made of. Saved, resolved, as `config.yaml` in the run folder."""
@@ -55,6 +58,22 @@ class RunConfig(Settings):
     def reference(self) -> bool:
         """Whether a Reference role is needed."""
         return bool(self.algorithm.kl_coef)
+
+    @property
+    def start_seconds(self) -> float:
+        """Longest time until every role is ready: `ray.start_seconds`, or more where a server of an engine is
+        given more.
+        """
+        sglang = self.rollout.sglang
+        if self.rollout.engine != "sglang" or sglang.urls:
+            return self.ray.start_seconds
+        return max(self.ray.start_seconds, sglang.start_seconds + BESIDE_SERVER_SECONDS)
+
+    @property
+    def start_key(self) -> str:
+        """The setting that `start_seconds` comes from."""
+        own = self.start_seconds == self.ray.start_seconds
+        return "ray.start_seconds" if own else "rollout.sglang.start_seconds"
 
     @property
     def batch_samples(self) -> int:

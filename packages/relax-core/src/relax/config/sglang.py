@@ -91,7 +91,9 @@ class SglangSettings(Settings):
     only).
     """
     start_seconds: float = Field(default=170.0, gt=0)
-    """Longest start of a server, the model loaded."""
+    """Longest start of a server, the model loaded. The run waits as long, the first time and every time that
+    it starts the server again; `rollout.stall_seconds` counts from then on.
+    """
     call_seconds: float = Field(default=600.0, gt=0)
     """Longest call to a server in an update of weights."""
     health_seconds: float = Field(default=10.0, gt=0)
@@ -126,15 +128,12 @@ class SglangSettings(Settings):
         return extra
 
 
-def sglang_faults(
-    settings: SglangSettings, *, replicas: int, mode: str, start_seconds: float | None
-) -> list[str]:
+def sglang_faults(settings: SglangSettings, *, replicas: int, mode: str) -> list[str]:
     """What single fields cannot see.
 
     Args:
         replicas: engines of the run.
         mode: of the run.
-        start_seconds: longest start of a role by a launcher that has such a limit.
     """
     faults = []
     if settings.urls and len(settings.urls) != replicas:
@@ -158,10 +157,5 @@ def sglang_faults(
         faults.append(
             "rollout.sglang.pause = in_place with mode = colocate: what goes on with the cache of older "
             "weights is not on-policy; set rollout.sglang.pause=auto"
-        )
-    if start_seconds is not None and not settings.urls and start_seconds < settings.start_seconds:
-        faults.append(
-            f"ray.start_seconds = {start_seconds:g} is less than rollout.sglang.start_seconds = "
-            f"{settings.start_seconds:g}: the run would give up before a server does; raise ray.start_seconds"
         )
     return faults

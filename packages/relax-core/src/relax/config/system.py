@@ -84,7 +84,7 @@ class RaySettings(Settings):
     cpus_per_worker: float = Field(default=0.2, gt=0)
     """CPUs a role's worker reserves (a reservation, not a limit)."""
     start_seconds: float = Field(default=180.0, gt=0)
-    """Longest time until every role is ready."""
+    """Longest time until every role is ready; where `rollout.sglang.start_seconds` is longer, that counts."""
 
 
 class CheckpointSettings(Settings):

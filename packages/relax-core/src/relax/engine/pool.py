@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from agentic import GenerationRequest
 
 from relax.backends.inference.base import FinishedGeneration, Health, InferenceEngine
-from relax.backends.inference.errors import EngineLost
+from relax.backends.inference.errors import EngineLost, EngineNotBuilt
 from relax.distributed.version_clock import VersionClock
 from relax.engine.batching import Batching, Generates
 from relax.engine.failover import LOSSES, NoReplicaLeft, ProgressWatch, as_lost
@@ -35,6 +35,12 @@ class PooledEngine(InferenceEngine, Protocol):
 
 class ReplicaEngine(Protocol):
     """What the pool asks of a replica, in this process or another. Any call may raise `EngineLost`."""
+
+    async def built(self) -> None:
+        """Wait until it is there; how long a start may take is its supervisor's affair. Raises
+        `EngineNotBuilt`.
+        """
+        ...
 
     def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[FinishedGeneration]: ...
 
@@ -75,7 +81,7 @@ class EnginePool:
         commit_timeout: seconds of one wait for a version; it is renewed.
         placement: which replica a request goes to; the pool's own router when not given.
         stall_seconds: a replica with requests that has not got on for so long is lost; None: it may take its
-            time.
+            time. It counts from when the replica is built.
         failover: False: a lost replica is the end (a replay follows what was, and nothing was lost then).
     """
 
@@ -193,7 +199,22 @@ class EnginePool:
         replica.watchers = [asyncio.create_task(self._guard(replica, watch)) for watch in watches]
 
     async def _guard(self, replica: Replica, watch: Coroutine[Any, Any, None]) -> None:
-        """Run a watch; a replica that is lost ends it, any other fault ends the run."""
+        """Run a watch once the replica is built; a replica that is lost ends it, any other fault ends the
+        run. One that is never built is its supervisor's to tell of, who knows the whole of it.
+        """
+        try:
+            await replica.engine.built()
+        except EngineNotBuilt:
+            watch.close()
+            return
+        except LOSSES as error:
+            watch.close()
+            self.lose(replica, error)
+            return
+        except asyncio.CancelledError:
+            watch.close()
+            raise
+        replica.heard = time.monotonic()
         try:
             await watch
         except LOSSES as error:
@@ -298,7 +319,7 @@ class EnginePool:
             try:
                 async with asyncio.timeout(self._commit_timeout):
                     replica.health = await replica.engine.health()
-            except (TimeoutError, *LOSSES):
+            except (TimeoutError, EngineNotBuilt, *LOSSES):
                 pass  # it counts with what it said last
             found += replica.health.generated_tokens if replica.health is not None else 0
         return found

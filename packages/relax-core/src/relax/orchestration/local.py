@@ -41,7 +41,7 @@ class LocalLauncher:
                 _HostLife(self, name),
                 self,
                 restarts=settings.rollout.engine_restarts,
-                start_seconds=settings.ray.start_seconds,
+                start_seconds=settings.start_seconds,
             )
             self._tasks[name] = asyncio.create_task(self._keepers[name].run())
         for name in workers:

@@ -103,7 +103,7 @@ class RayLauncher:
                 await self._handles["actor"].engines_away.remote(sorted(away))
 
     async def _status(self, role: str) -> ServiceStatus:
-        seconds = ANSWER_SECONDS if role in self._incarnations else self._context.config.ray.start_seconds
+        seconds = ANSWER_SECONDS if role in self._incarnations else self._context.config.start_seconds
         try:
             async with asyncio.timeout(seconds):
                 status: ServiceStatus = await self._handles[role].status.remote()

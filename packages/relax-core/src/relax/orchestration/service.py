@@ -60,7 +60,7 @@ class RoleService:
                 _ActorLife(self, name),
                 self,
                 restarts=context.config.rollout.engine_restarts,
-                start_seconds=context.config.ray.start_seconds,
+                start_seconds=context.config.start_seconds,
             )
             for name in engines
         }

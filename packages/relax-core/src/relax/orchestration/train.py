@@ -334,7 +334,7 @@ async def _follow(
     run: _Run,
     started: Services,
 ) -> bool:
-    deadline = time.monotonic() + config.ray.start_seconds
+    deadline = time.monotonic() + config.start_seconds
     ready = False
     ending: float | None = None
     while True:
@@ -360,7 +360,7 @@ async def _follow(
         if not ready and time.monotonic() > deadline and not run.rewards:
             late = [name for name, status in poll.workers.items() if status.state == "starting"]
             raise RoleFailed(
-                f"not ready after {config.ray.start_seconds:g} s (ray.start_seconds): {', '.join(late)}"
+                f"not ready after {config.start_seconds:g} s ({config.start_key}): {', '.join(late)}"
             )
         if stop.done() and ending is None:
             ending = time.monotonic()

@@ -61,6 +61,10 @@ class RoleWorker:
 
     # An engine's worker
 
+    async def built(self) -> None:
+        """Return once its engine is there. Raises `EngineNotBuilt`."""
+        await self._host.engine()
+
     async def submit(self, requests: Sequence[GenerationRequest]) -> None:
         """Admit requests; their generations come out of `collect`."""
         call = asyncio.create_task(self._generate(requests))
@@ -110,6 +114,10 @@ class RemoteEngine:
         self._handle = handle
         self._open: dict[str, asyncio.Queue[FinishedGeneration | BaseException]] = {}
         self._collector: asyncio.Task[None] | None = None
+
+    async def built(self) -> None:
+        with self._lost_with_its_actor():
+            await self._handle.built.remote()
 
     async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[FinishedGeneration]:
         arrivals: asyncio.Queue[FinishedGeneration | BaseException] = asyncio.Queue()

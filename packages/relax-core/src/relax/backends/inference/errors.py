@@ -58,6 +58,23 @@ class EngineLost(EngineError):
         return f"{self.engine} is lost: {self.reason}"
 
 
+class EngineNotBuilt(EngineError):
+    """An engine that never came to be, so that it answers nothing. Whoever starts it knows more, and says so.
+
+    Attributes:
+        engine: its name.
+        reason: what it failed with.
+    """
+
+    def __init__(self, engine: str, reason: str) -> None:
+        super().__init__(engine, reason)  # what it is made from again in another process
+        self.engine = engine
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return f"{self.engine} could not be built: {self.reason}"
+
+
 class UnknownEngine(EngineError, ValueError):
     """No engine is registered under a name, or an import path leads to none."""
 
