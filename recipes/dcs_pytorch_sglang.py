@@ -54,4 +54,6 @@ def disagreement(model: torch.nn.Module, url: str) -> float:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 3:
+        sys.exit(__doc__)
     main(sys.argv[1], sys.argv[2])

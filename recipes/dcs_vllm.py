@@ -28,5 +28,7 @@ def main(coordinator: str, run: str, url: str, name: str = "vllm-0") -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) not in (4, 5):
+        sys.exit(__doc__)
     with suppress(KeyboardInterrupt):
         main(*sys.argv[1:])
