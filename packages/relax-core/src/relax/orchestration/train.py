@@ -20,6 +20,7 @@ from relax.ops.progress import Display, display
 from relax.ops.reports import Report
 from relax.ops.sinks import JsonLines, Sink, TensorBoard
 from relax.orchestration.accounting import Accounting, settle
+from relax.orchestration.gpus import check_gpus
 from relax.orchestration.launcher import Launcher, Poll, RoleFailed
 from relax.orchestration.model_folder import model_folder, sees_pictures
 from relax.orchestration.plan import Plan, check_cpus, plan
@@ -185,6 +186,7 @@ def prepare(config: RunConfig, folder: RunFolder, *, resume: bool, replay: Path 
     """
     check(config)
     check_cpus(plan(config), config)
+    check_gpus(plan(config), config)
     model = model_folder(config, folder.model)
     replayed_routing(config, model)
     nowhere = Endpoint("")
