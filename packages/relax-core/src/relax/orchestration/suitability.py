@@ -38,8 +38,7 @@ def _trainer(config: RunConfig, shape: ModelShape) -> Iterator[str]:
         if shape.kind in WHOLE:
             yield (
                 f"actor.backend = torch_native with {model}: it is no causal language model, but a thinker "
-                f"and a talker; write the thinker alone with scripts/tools/extract_thinker.py and take that, "
-                f"with model.text_only=true"
+                f"and a talker; of such folders it reads {', '.join(sorted(WHOLE_OMNI))}, as its thinker"
             )
         elif (shape.sees or shape.hears) and shape.kind not in (SEEN, *HEARD) and not config.model.text_only:
             yield (

@@ -16,15 +16,16 @@ from relax.backends.train.omni import towers
 from relax.backends.train.omni.placing import sound_tokens
 from relax.backends.train.settings import TrainerSettings
 from relax.backends.train.torch_native import TorchNative
+from relax.backends.train.torch_native.trainer import NativeOptions
 from safetensors.torch import load_file
 
 # Norms, routers and rotary embeddings compute in float32 whatever the dtype.
 FLOAT64 = 1e-6
 
 
-def make(folder, studio, dtype=torch.float32, **settings) -> TorchNative:
-    settings = {"lr": 1e-3, "temperature": studio.temperature, **settings}
-    return TorchNative(folder, settings=TrainerSettings(**settings), dtype=dtype)
+def make(folder, studio, dtype=torch.float32, options=None) -> TorchNative:
+    settings = TrainerSettings(lr=1e-3, temperature=studio.temperature)
+    return TorchNative(folder, settings=settings, dtype=dtype, options=options)
 
 
 def gradients(model) -> dict[str, torch.Tensor]:
@@ -60,6 +61,27 @@ def test_gradients_equal_plain_transformers_also_in_the_towers(omni_folder, stud
     for tower, least in (("visual.", 35), ("audio_tower.", 40)):
         moved = [name for name, g in plain.items() if name.startswith(tower) and float(g.abs().max()) > 1e-6]
         assert len(moved) > least, tower
+
+
+def test_recomputing_changes_no_gradient(omni_folder, studio):
+    rows = studio.rows()
+    plain = make(omni_folder, studio, torch.float64)
+    again = make(omni_folder, studio, torch.float64, options=NativeOptions(gradient_checkpointing=True))
+    for trainer in (plain, again):
+        trainer.forward_backward(studio.batch(rows), policy_gradient)
+    require_close(gradients(again.model), gradients(plain.model))
+
+
+def test_half_precision_is_near_and_its_masters_move(omni_folder, studio):
+    batch = studio.batch(studio.rows())
+    half = make(omni_folder, studio, torch.bfloat16)
+    distance = (half.forward(batch) - make(omni_folder, studio).forward(batch)).abs()
+    assert 0 < float(distance.mean()) < 0.1
+    before = half.forward(batch)
+    for _ in range(3):
+        half.forward_backward(batch, policy_gradient)
+        assert not half.optim_step(0.05).skipped
+    assert not torch.equal(half.forward(batch), before)
 
 
 def test_gradients_do_not_depend_on_which_rows_share_a_micro_batch(omni_folder, studio):
