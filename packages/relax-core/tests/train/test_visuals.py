@@ -1,5 +1,7 @@
 """What a micro-batch shows: each different picture once, where it stands, and the positions of its tokens."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -30,7 +32,7 @@ def test_positions_are_those_of_transformers(vision_folder):
     from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLModel
 
     with torch.device("meta"):
-        model = Qwen3VLModel(load_config(vision_folder))
+        model: Any = Qwen3VLModel(load_config(vision_folder))
     # Text, an image of 2 x 3 tokens, text, two frames of 1 x 2, text, an image of one token at the end.
     ids = [9, 9, *[IMAGE] * 6, 9, 9, *[VIDEO] * 2, 9, *[VIDEO] * 2, 9, 9, 9, IMAGE]
     items = [image(4, 6), clip(2, 2, 4), image(2, 2)]

@@ -251,7 +251,7 @@ def encoded(folder: str, actor: dict[str, Any], vocabulary: int) -> dict[str, An
         for call in (rank.require_seen, lambda batch: rank.forward([batch])):
             rank.require_seen(work[0])
             try:
-                call(dataclasses.replace(work[0], media=work[0].media[1:] + work[0].media[:1]))
+                call(dataclasses.replace(work[0], media=[*work[0].media[1:], *work[0].media[:1]]))
             except BatchError as raised:
                 refused.append(str(raised))
         return {"forward": forward, "backward": met, "refused": refused}
