@@ -1,5 +1,7 @@
 """Settings of SGLang: what is refused before anything starts, and the command line they come to."""
 
+import importlib.util
+import shutil
 import sys
 from pathlib import Path
 
@@ -101,6 +103,16 @@ def test_further_flags_are_written_as_the_server_reads_them():
     assert "--attention-backend torch_native --device cpu" in line
 
 
+def test_the_cache_on_cpus_is_bounded_by_what_can_run_unless_it_is_given():
+    cache = "--max-total-tokens "
+    assert flags(spec(device="cpu")).split(cache)[1].split()[0] == str(7 * 116)
+    assert flags(spec(device="cpu"), capacity=40_960).split(cache)[1].split()[0] == "131072"
+    assert flags(spec(device="cpu"), capacity=262_144).split(cache)[1].split()[0] == str(262_144 + 16)
+    assert flags(spec(device="cpu", cache_tokens=512)).split(cache)[1].split()[0] == "512"
+    assert cache not in flags(spec(device="cpu", memory_fraction=0.2))
+    assert cache not in flags(spec(**ON_GPUS))
+
+
 def test_a_server_has_the_environment_around_it_and_its_own():
     made = spec(device="cpu", env={"OMP_NUM_THREADS": "3", "X": "1"})
     found = environment(made, {"PATH": "p", "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "9"})
@@ -151,3 +163,31 @@ def test_what_would_serve_is_told(tmp_path):
     )
     there = RolloutSettings(sglang=SglangSettings(urls=["http://a:1", "http://b:1"]))
     assert explain(there).startswith("2 servers at http://a:1, http://b:1;")
+
+
+@pytest.mark.parametrize("way_out", ["none", "built for CPUs", "a stand-in", "a GPU"])
+def test_kernels_that_need_a_missing_libcuda_are_found_before_a_server_is_started(way_out, tmp_path):
+    for name in ("sglang", "sglang-0.5.23.dist-info", "sgl_kernel/sm90"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "sglang" / "__init__.py").write_text("")
+    (tmp_path / "sgl_kernel" / "__init__.py").write_text("raise RuntimeError('imported')")
+    (tmp_path / "sglang-0.5.23.dist-info" / "METADATA").write_text("Name: sglang\nVersion: 0.5.23\n")
+    needed = b"libc.so.6" if way_out == "built for CPUs" else b"libcuda.so.1"
+    (tmp_path / "sgl_kernel" / "sm90" / "common_ops.abi3.so").write_bytes(b"ELF" + needed)
+    there = tmp_path / "libraries"
+    there.mkdir()
+    if way_out == "a stand-in":
+        library = importlib.util.find_spec("msgspec._core")  # any one that can be loaded
+        assert library is not None
+        assert library.origin is not None
+        shutil.copy(library.origin, there / "libcuda.so.1")
+    settings = SglangSettings(
+        python=sys.executable,
+        device="cuda" if way_out == "a GPU" else "cpu",
+        env={"PYTHONPATH": str(tmp_path), "LD_LIBRARY_PATH": str(there)},
+    )
+    if way_out == "none":
+        with pytest.raises(EngineError, match=r"libcuda.so.1: cannot open.*rollout.sglang.env=.*On a CPU"):
+            installed_version(settings)
+    else:
+        assert installed_version(settings) == "0.5.23"

@@ -8,6 +8,9 @@ from pydantic import Field, field_validator
 
 from relax.config.base import Settings
 
+CPU_CACHE_TOKENS = 131_072
+"""Most tokens of a server's cache on CPUs when nothing is said of it."""
+
 OURS = {
     "model_path": "model.path",
     "tokenizer_path": "model.path",
@@ -67,7 +70,10 @@ class SglangSettings(Settings):
     memory_fraction: float | None = Field(default=None, gt=0, lt=1)
     """Share of a GPU's memory for weights and cache; SGLang's own choice when not given."""
     cache_tokens: int | None = Field(default=None, ge=64)
-    """Tokens that the cache of one server holds; SGLang's own choice when not given."""
+    """Tokens that the cache of one server holds. When not given, SGLang's own choice on GPUs; on CPUs, where
+    that is most of the machine's memory, `rollout.max_running` contexts, but no more than 131,072 tokens
+    unless one context is longer (with `memory_fraction` it is that share of the machine's memory).
+    """
     attention: str | None = None
     """SGLang's attention backend; its own choice when not given (`torch_native` on CPUs)."""
     deterministic: bool = False

@@ -9,7 +9,7 @@ from pathlib import Path
 from agentic import derive_seed
 
 from relax.backends.inference.base import EngineSpec
-from relax.config.sglang import SglangSettings
+from relax.config.sglang import CPU_CACHE_TOKENS, SglangSettings
 
 CONTEXT_MARGIN = 8
 """SGLang keeps some tokens of its context for itself; that many more are asked for, so that the run's own
@@ -73,6 +73,7 @@ def command(spec: EngineSpec, folder: Path, port: int, capacity: int, *, picture
     if device == "cpu":
         flags |= {
             "device": "cpu",
+            "max_total_tokens": settings.cache_tokens or _cache_on_cpus(spec, capacity),
             "attention_backend": settings.attention or "torch_native",
             "cuda_graph_backend_decode": "disabled",
             "cuda_graph_backend_prefill": "disabled",
@@ -81,6 +82,14 @@ def command(spec: EngineSpec, folder: Path, port: int, capacity: int, *, picture
     else:
         flags["base_gpu_id"] = _first_gpu(spec, os.environ)
     return [python_of(settings), "-m", "sglang.launch_server", *words(flags | plain(settings.extra))]
+
+
+def _cache_on_cpus(spec: EngineSpec, capacity: int) -> int | None:
+    """Tokens of the cache where nobody has said: on CPUs SGLang would take most of the machine's memory."""
+    if spec.settings.sglang.memory_fraction is not None:
+        return None
+    one = capacity + 2 * CONTEXT_MARGIN
+    return max(one, min(spec.max_running * one, CPU_CACHE_TOKENS))
 
 
 def _first_gpu(spec: EngineSpec, around: Mapping[str, str]) -> int:
