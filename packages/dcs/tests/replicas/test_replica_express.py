@@ -1,6 +1,8 @@
 """Small shards: what a save costs in messages, and what goes wrong on the way."""
 
 import os
+import re
+import resource
 import signal
 import threading
 from collections import Counter
@@ -219,3 +221,46 @@ def test_closing_with_shards_on_their_way_ends(keeper, replicas, monkeypatch):
     go.set()
     with pytest.raises((dcs.Closed, KeeperLost)):
         saving.wait(5)
+
+
+def test_a_process_forked_off_may_close_what_it_inherited(keeper, replicas):
+    holder = keeper()
+    rank = replicas([holder])
+    rank.save(1, state(1)).wait(20)
+    rank.save(2, state(2)).wait(20)
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)
+        rank.close()
+        holder.close()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert rank.save(3, state(3)).wait(20).failed == {}
+    assert is_step(dcs.replicas.restore([holder.address], "actor"), 3)  # it is still listening
+
+
+def test_a_save_without_a_descriptor_is_refused_in_words_and_the_next_one_kept(replicas, cleanup):
+    apart = cleanup.enter_context(dcs.replicas.serve_keeper(parent=os.getpid()))
+    rank = replicas([apart])
+    rank.save(1, state(1)).wait(20)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(f for f in range(3, 1 << 16) if not _is_open(f)), hard))
+    fault = ""
+    try:
+        for step in range(2, 10):  # until no arena is there to be used again
+            rank.save(step, state(step))
+    except dcs.DcsError as error:
+        fault = str(error)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert re.search(r"no memory for a step of .* Too many open files; free some", fault)
+    assert not rank.save(20, state(20)).wait(20).degraded
+    assert is_step(rank.restore(), 20)
+
+
+def _is_open(descriptor: int) -> bool:
+    try:
+        os.fstat(descriptor)
+    except OSError:
+        return False
+    return True

@@ -89,6 +89,7 @@ class Keeper:
             raise DcsError(f"max_bytes is {max_bytes}; it must be positive")
         self.memory = Memory(default_max_bytes() if max_bytes is None else max_bytes)
         self.holdings = Holdings(self.memory)
+        self._process = os.getpid()
         self._token = token
         self._tls = None if tls is None else server_context(tls)
         self._lock = threading.Lock()
@@ -130,8 +131,10 @@ class Keeper:
 
     def close(self) -> None:
         """Stop listening, cut every connection, join the threads, let go of all shards. May be called
-        twice.
+        twice. In a process that was forked off it does nothing.
         """
+        if os.getpid() != self._process:
+            return
         with self._lock:
             if self._closed:
                 return

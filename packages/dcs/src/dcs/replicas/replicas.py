@@ -83,6 +83,7 @@ class Replicas:
         self.name = name
         self.rank = rank
         self.world_size = world_size
+        self._process = os.getpid()
         self._copies = copies
         self._keep = keep
         self._block_seconds = block_seconds
@@ -120,9 +121,8 @@ class Replicas:
         what a tree may be made of.
 
         Raises `StaleVersion` (a step that is not newer than the last one), `UnsupportedLeaf`, `Evicted` (a
-        newer
-        session has taken over: this process has to end), `Timeout` (no memory), `Closed`. What keepers answer
-        is raised by `Saving.wait`.
+        newer session has taken over: this process has to end), `Timeout` (no memory), `DcsError` (nor has the
+        system), `Closed`. What keepers answer is raised by `Saving.wait`.
         """
         with self._saving_now:  # one at a time, in the order of the steps
             return self._save(step, tree)
@@ -392,7 +392,12 @@ class Replicas:
     # -- closing --
 
     def close(self) -> None:
-        """Stop: what is on its way is given up, what keepers hold stays with them. May be called twice."""
+        """Stop: what is on its way is given up, what keepers hold stays with them. May be called twice.
+
+        In a process that was forked off it does nothing: connections and threads are those of the parent.
+        """
+        if os.getpid() != self._process:
+            return
         with self._changed:
             self._shipping.closed = True
             self._changed.notify_all()

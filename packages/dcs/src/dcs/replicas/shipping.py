@@ -139,6 +139,12 @@ class Shipping:
                     self._waiting -= 1
         try:
             return Arena(nbytes)
+        except OSError as error:
+            self.give_back(None)
+            raise DcsError(
+                f"no memory for a step of {nbytes} bytes: {error}; free some, or descriptors (ulimit -n),"
+                " or save less"
+            ) from error
         except BaseException:
             self.give_back(None)
             raise
