@@ -278,6 +278,43 @@ def turned(folder: str, actor: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def turned_thd(folder: str, actor: dict[str, Any], vocabulary: int) -> dict[str, Any]:
+    """Megatron's own rotation of rows packed for Transformer Engine, against that of each own token alone."""
+    from megatron.core import parallel_state
+    from megatron.core.models.common.embeddings.rope_utils import (
+        _apply_rotary_pos_emb_bshd,
+        _apply_rotary_pos_emb_thd,
+    )
+    from relax.backends.train.megatron import packing
+
+    with rank_of(folder, actor) as rank:
+        batch = batches_for(folder, 11, vocabulary)[0]
+        shown = rank._read(batch)
+        assert shown is not None
+        packed = packing.sequence(
+            batch, vocabulary=vocabulary, context=128, unsampled=None, multiple=1, thd=True,
+            positions=shown.positions,
+        )  # fmt: skip
+        assert packed.ends is not None
+        rotary = rank._models[0].rotary_pos_emb
+        states = torch.randn(len(packed.tokens), 2, 16)
+        found = _apply_rotary_pos_emb_thd(
+            states,
+            packed.ends.cu_seqlens_q_padded,
+            rotary(packed.position_ids, []),
+            cp_group=parallel_state.get_context_parallel_group(),
+        )
+        real = packed.tokens >= 0
+        alone = rotary(shown.positions[:, packed.tokens[real]], [])
+        expected = _apply_rotary_pos_emb_bshd(states[real][:, None], alone)[:, 0]
+        text = rotary(torch.arange(len(alone))[None], [])
+        return {
+            "difference": float((found[real] - expected).abs().max()),
+            "tokens": int(real.sum()),
+            "matters": float((alone - text).abs().max()),
+        }
+
+
 def refused(folder: str, actor: dict[str, Any]) -> dict[str, Any]:
     """What a rank that cannot be made says."""
     from relax.backends.train.errors import SettingsError, StateMismatchError

@@ -26,6 +26,7 @@ from relax.backends.train import freeze, padding
 from relax.backends.train.base import LossFn, Packed, StepStats, masked_out
 from relax.backends.train.errors import BatchError, NonFiniteError, StepOrderError, UntrainableModelError
 from relax.backends.train.megatron import (
+    balance,
     build,
     checkpoint,
     export,
@@ -88,6 +89,7 @@ class MegatronRank:
         try:
             model_parallel_cuda_manual_seed(spec.seed)
             torch.manual_seed(spec.seed)
+            balance.correct(self._plan.config, self.device)
             models = self._built(spec.seed)
             self._parameters = weights.local_names(models)
             self._freeze()
