@@ -152,6 +152,17 @@ def test_tokens_turn_along_three_axes_as_with_transformers(two: Any, model: Call
         assert answer["axes"] > 0.1
 
 
+def test_rows_packed_for_transformer_engine_turn_like_each_token_alone(
+    two: Any, model: Callable[..., str]
+) -> None:
+    folder = model("qwen3_vl")
+    answers = two("turned_thd", folder=folder, actor={"context_parallel": 2}, vocabulary=VOCABULARY)
+    for answer in answers:
+        assert answer["difference"] <= 1e-6
+        assert answer["tokens"] > 10
+        assert answer["matters"] > 0.1
+
+
 def test_what_cannot_be_built_or_gone_on_with_is_named(
     two: Any, model: Callable[..., str], tmp_path: Path
 ) -> None:

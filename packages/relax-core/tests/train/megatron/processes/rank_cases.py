@@ -340,6 +340,19 @@ def balanced(folder: str, actor: dict[str, Any], out: str, vocabulary: int, coun
         gathered(rank, _main_grads(rank), Path(out) / "grads")
 
 
+def refused(folder: str) -> str:
+    """What a rank of the registered backend says of a model that it cannot build."""
+    from relax.backends.train.errors import UntrainableModelError
+    from relax.backends.train.megatron.bridge import megatron_rank
+
+    actor = ActorSettings(backend="megatron", data_parallel=2)
+    try:
+        megatron_rank(RankSpec(Path(folder), TrainerSettings(**SETTINGS), actor)).close()
+    except UntrainableModelError as error:
+        return str(error)
+    return ""
+
+
 def values(folder: str, actor: dict[str, Any], vocabulary: int, out: str) -> dict[str, Any]:
     """A critic: values at first, after steps towards a target, and after a checkpoint was loaded."""
     target = 0.7
