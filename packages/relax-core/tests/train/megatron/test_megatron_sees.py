@@ -167,14 +167,16 @@ def test_what_cannot_be_built_or_gone_on_with_is_named(
     two: Any, model: Callable[..., str], tmp_path: Path
 ) -> None:
     actor: dict[str, Any] = {"pipeline_parallel": 2, "virtual_pipeline": 2}
-    for answer in two("refused", folder=model("qwen3_vl", layers=4), actor=actor):
+    for answer in two("refused_actor", folder=model("qwen3_vl", layers=4), actor=actor):
         assert "leaves 1 layers to a stage, but this model adds features" in answer["said"]
-    for answer in two("refused", folder=model("qwen3_vl"), actor={"data_parallel": 2, "freeze": ["audio"]}):
+    for answer in two(
+        "refused_actor", folder=model("qwen3_vl"), actor={"data_parallel": 2, "freeze": ["audio"]}
+    ):
         assert "names 'audio', but the model has language, vision, projector" in answer["said"]
     out = str(tmp_path / "checkpoint")
     frozen = {"data_parallel": 2, "freeze": ["vision"]}
     two("train_and_save", folder=model("qwen3_vl"), actor=frozen, out=out, vocabulary=VOCABULARY, steps=1)
-    for answer in two("refused", folder=model("qwen3_vl"), actor={"data_parallel": 2, "load": out}):
+    for answer in two("refused_actor", folder=model("qwen3_vl"), actor={"data_parallel": 2, "load": out}):
         assert "with actor.freeze = ['vision'], this one has []" in answer["said"]
 
 

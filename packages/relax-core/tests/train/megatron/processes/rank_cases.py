@@ -315,7 +315,7 @@ def turned_thd(folder: str, actor: dict[str, Any], vocabulary: int) -> dict[str,
         }
 
 
-def refused(folder: str, actor: dict[str, Any]) -> dict[str, Any]:
+def refused_actor(folder: str, actor: dict[str, Any]) -> dict[str, Any]:
     """What a rank that cannot be made says."""
     from relax.backends.train.errors import SettingsError, StateMismatchError
 
@@ -340,7 +340,7 @@ def balanced(folder: str, actor: dict[str, Any], out: str, vocabulary: int, coun
         gathered(rank, _main_grads(rank), Path(out) / "grads")
 
 
-def refused(folder: str) -> str:
+def unmapped(folder: str) -> str:
     """What a rank of the registered backend says of a model that it cannot build."""
     from relax.backends.train.errors import UntrainableModelError
     from relax.backends.train.megatron.bridge import megatron_rank
