@@ -82,6 +82,19 @@ def test_an_address_space_without_room_is_no_memory():
     Arena(layout).close()
 
 
+def test_a_publish_without_descriptors_is_no_memory_and_the_next_one_goes_through(publish_to, subscribe):
+    publisher = publish_to(TENSORS, **TCP)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+    try:
+        with pytest.raises(dcs.NoMemory, match="Too many open files; free descriptors"):
+            publisher.publish(0, TENSORS)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    publisher.publish(0, TENSORS)
+    assert torch.equal(subscribe(TENSORS, **TCP).fetch(0, 10)["w"], TENSORS["w"])
+
+
 def test_a_source_without_descriptors_serves_again_when_it_has_some(publish_to, subscribe):
     publisher = publish_to(TENSORS, **TCP)
     subscriber = subscribe(TENSORS, **TCP)

@@ -39,7 +39,13 @@ class Arena:
 
     def __init__(self, layout: Layout) -> None:
         _, nbytes = layout.offsets()
-        descriptor = os.memfd_create("dcs", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            descriptor = os.memfd_create("dcs", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        except OSError as error:
+            raise NoMemory(
+                f"no memory to stage {nbytes} bytes: {error}; free descriptors of this process, or raise"
+                " their limit (ulimit -n)"
+            ) from error
         try:
             os.ftruncate(descriptor, max(nbytes, 1))
             mapping = mmap.mmap(descriptor, max(nbytes, 1))
