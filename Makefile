@@ -63,9 +63,10 @@ bench-peers: $(filter .tools/%,$(UV)) ## Install the peers of the benchmarks: tr
 	@command -v redis-server >/dev/null || \
 	  echo "redis-server is missing: install it with the system's package manager (apt-get install redis-server)"
 
-engines: setup ## Install SGLang for tests/engines into .engines/ (the tests skip without it)
+engines: setup ## Install SGLang and megatron-bridge for their tests into .engines/ (the tests skip without)
 	$(UV) venv --quiet --allow-existing --python $(BIN)/python .engines/sglang
 	$(UV) pip sync --quiet --compile-bytecode --python .engines/sglang/bin/python tests/engines/requirements-sglang.txt
+	$(UV) pip install --quiet --no-deps --python $(BIN)/python --target .engines/megatron-bridge -r tests/engines/requirements-megatron-bridge.txt
 
 lock: setup ## Move every pin that docs/decisions/0002 leaves free; the only way to change pins
 	$(UV) lock --upgrade

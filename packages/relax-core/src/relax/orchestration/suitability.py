@@ -1,5 +1,6 @@
 """Which parts of a run can do what a model's config.json asks for, told without building any of them."""
 
+import importlib.util
 from collections.abc import Iterator
 
 from relax.backends.inference.sglang.pictures import FAMILIES as SHOWN
@@ -28,9 +29,12 @@ def _trainer(config: RunConfig, shape: ModelShape) -> Iterator[str]:
     actor, model = config.actor, f"model.path = {config.model.path!r} ({shape.kind})"
     if actor.backend == "megatron":
         if shape.kind not in FAMILIES:
+            if _bridged():
+                return
             yield (
-                f"actor.backend = megatron with {model}: it maps {', '.join(sorted(FAMILIES))}; use "
-                f"actor.backend=torch_native for a family that transformers has as a causal language model"
+                f"actor.backend = megatron with {model}: it maps {', '.join(sorted(FAMILIES))}, and others "
+                f"where megatron-bridge is installed, which it is not here; use actor.backend=torch_native "
+                f"for a family that transformers has as a causal language model"
             )
             return
         yield from _megatron_split(config, shape)
@@ -46,6 +50,14 @@ def _trainer(config: RunConfig, shape: ModelShape) -> Iterator[str]:
                 f"{', '.join((SEEN, *HEARD))} on that; take one of those, or set model.text_only=true to "
                 f"train it on text"
             )
+
+
+def _bridged() -> bool:
+    """Whether megatron-bridge is installed; what it maps is known when it is asked, on the ranks."""
+    try:
+        return importlib.util.find_spec("megatron.bridge") is not None
+    except ModuleNotFoundError:  # not even megatron-core
+        return False
 
 
 def _megatron_split(config: RunConfig, shape: ModelShape) -> Iterator[str]:

@@ -163,3 +163,15 @@ def test_the_balancing_loss_is_that_of_transformers_where_both_say_the_same() ->
     theirs = load_balancing_loss_func((logits,), num_experts=4, top_k=2)
     assert isinstance(theirs, torch.Tensor)
     torch.testing.assert_close(2 * _switch([logits], 2, 4), theirs.double())
+
+
+def test_a_family_that_only_megatron_bridge_maps_is_refused_by_its_name_where_that_is_not_installed(
+    two: Any, tmp_path: Path
+) -> None:
+    from transformers import MistralConfig
+
+    MistralConfig(num_hidden_layers=2, architectures=["MistralForCausalLM"]).save_pretrained(tmp_path)
+    for told in two("unmapped", folder=str(tmp_path)):
+        assert "model type 'mistral' is none that the megatron backend maps itself" in told
+        assert "Install megatron-bridge" in told
+        assert "actor.backend=torch_native" in told

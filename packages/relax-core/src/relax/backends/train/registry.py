@@ -22,7 +22,7 @@ RANK_BACKENDS = Registry(
     "training backend of many ranks",
     {
         "torch_native": "relax.backends.train.torch_native.rank:NativeRank",
-        "megatron": "relax.backends.train.megatron.rank:MegatronRank",
+        "megatron": "relax.backends.train.megatron.bridge:megatron_rank",
     },
     UnknownBackendError,
 )

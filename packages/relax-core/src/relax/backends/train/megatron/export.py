@@ -105,12 +105,12 @@ def write(
     files = files_of(stored(plan(layouts), weights_of(source), fused=fused), limit)
     if rank == 0:
         with export_folder(source=source, target=folder) as scratch:
-            _told(str(scratch), device)
+            told(str(scratch), device)
             _write_files(scratch, files, tensors, device)
             describe(scratch, source, files)
             distributed.barrier()  # all files are there
     else:
-        _write_files(Path(_told("", device)), files, tensors, device)
+        _write_files(Path(told("", device)), files, tensors, device)
         distributed.barrier()
     distributed.barrier()  # the folder is in its place
 
@@ -133,7 +133,7 @@ def _write_files(
             save_file(gathered, scratch / name, metadata={"format": "pt"})
 
 
-def _told(text: str, device: torch.device) -> str:
+def told(text: str, device: torch.device) -> str:
     """What rank 0 says; the others give an empty text."""
     length = torch.tensor([len(text.encode())], device=device)
     distributed.broadcast(length, src=0)
