@@ -88,6 +88,29 @@ def test_ctrl_c_ends_with_a_checkpoint_and_a_resume_goes_on(command: Start) -> N
     assert [accounts["faults"] for accounts in resumed.accounting] == [[], []]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("phase", ["starting Ray", "starting roles"])
+@pytest.mark.parametrize("after", [0.5, 3.0])
+def test_a_run_that_is_ended_while_it_starts_says_so_and_is_gone_in_seconds(
+    command: Start, phase: str, after: float
+) -> None:
+    before = surroundings()
+    started = command("train", "configs/quickstart.yaml", *SMALL, "steps=400", "log.progress=plain")
+    assert started.process.stdout is not None
+    assert any(line.startswith(phase) for line in started.process.stdout)
+    time.sleep(after)
+    family = started.descendants()
+    ended = time.monotonic()
+    started.process.send_signal(signal.SIGTERM)
+    run = started.finish(timeout=60)
+    assert time.monotonic() - ended < 25  # 4 s on two busy cores
+    assert run.code == 130
+    assert run.output.strip().splitlines()[-1] == f"interrupted; run at {run.folder}"
+    assert "Traceback" not in run.output
+    assert gone(family)
+    assert left_behind(before) == []
+
+
 def holder(family: list[psutil.Process], file: str) -> psutil.Process:
     """The process of a role: the one that has its file open."""
     for process in family:

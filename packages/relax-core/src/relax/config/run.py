@@ -18,7 +18,7 @@ from relax.config.system import (
 
 SCHEMA_VERSION = 1
 
-BESIDE_SERVER_SECONDS = 60.0
+BESIDE_SERVER_SECONDS = 120.0
 """What the start of an engine takes beside that of its server: a process, its imports, the model's layout."""
 
 

@@ -6,7 +6,10 @@ import logging
 import os
 import select
 import shutil
+import signal
 import tempfile
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,6 +28,8 @@ THREADS = {
 EMBEDDED = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
+    # A SIGTERM while Ray starts ends it at once; by itself it drains its node for half a minute first.
+    "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
     "RAY_DEDUP_LOGS": "0",
     # Ray's switch for systems whose firewalls ask: its daemons then listen on loopback only.
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
@@ -34,6 +39,9 @@ EMBEDDED = {
 OBJECT_STORE_BYTES = 256 << 20
 """Samples and weights travel over the queue and dcs, so Ray's own store stays small."""
 
+
+LEAVE_SECONDS = 3.0
+"""How long processes of an embedded Ray may take to leave once it has ended; then they are killed."""
 
 FOLDER = "relax-ray-"
 """Name of an embedded Ray's folder in the temporary directory, followed by the process that owns it."""
@@ -87,17 +95,18 @@ def cluster(config: RunConfig, namespace: str) -> Iterator[Daemons]:
     daemons = Daemons()
     with tempfile.TemporaryDirectory(prefix=f"{FOLDER}{os.getpid()}-", ignore_cleanup_errors=True) as folder:
         try:
-            if embedded:
-                init(
-                    num_cpus=config.ray.num_cpus,
-                    # Ray counts the GPUs of this machine only where the run has a use for them.
-                    num_gpus=None if any(role.gpus for role in plan(config).roles) else 0,
-                    include_dashboard=False,
-                    object_store_memory=OBJECT_STORE_BYTES,
-                    _temp_dir=folder,
-                )
-            else:
-                init(address=config.ray.address)
+            with _own_sigterm():
+                if embedded:
+                    init(
+                        num_cpus=config.ray.num_cpus,
+                        # Ray counts the GPUs of this machine only where the run has a use for them.
+                        num_gpus=None if any(role.gpus for role in plan(config).roles) else 0,
+                        include_dashboard=False,
+                        object_store_memory=OBJECT_STORE_BYTES,
+                        _temp_dir=folder,
+                    )
+                else:
+                    init(address=config.ray.address)
             daemons.watch()
             serve.start(proxy_location="Disabled", logging_config={"log_level": "WARNING"})
             logging.getLogger("ray.serve").setLevel(logging.ERROR)
@@ -106,6 +115,52 @@ def cluster(config: RunConfig, namespace: str) -> Iterator[Daemons]:
             daemons.close()
             if ray.is_initialized():
                 ray.shutdown()
+            if embedded:
+                _end_users(Path(folder))
+
+
+@contextlib.contextmanager
+def _own_sigterm() -> Iterator[None]:
+    """Ray's start takes SIGTERM over, for good: it would end Ray's processes under a run that is still ending
+    tidily. Here that lasts for the start alone, and to be told to exit by it is to be interrupted.
+    """
+    before = signal.getsignal(signal.SIGTERM)
+    main = threading.current_thread() is threading.main_thread()
+    try:
+        yield
+    except SystemExit as error:
+        if error.code not in (signal.SIGTERM, 1):  # those of Ray's two handlers
+            raise
+        raise KeyboardInterrupt from None
+    finally:
+        if main:
+            signal.signal(signal.SIGTERM, before)
+
+
+def _end_users(folder: Path) -> None:
+    """End what is left of the Ray whose files are in a folder, known by its open logs. Ray ends its processes
+    by itself, but the agents of one that was ended while it started, which look for it for a minute or more.
+    """
+    deadline = time.monotonic() + LEAVE_SECONDS
+    for descriptor in _users(folder):
+        try:
+            left = max(0.0, deadline - time.monotonic())
+            if not select.select([descriptor], [], [], left)[0]:
+                signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+        finally:
+            os.close(descriptor)
+
+
+def _users(folder: Path) -> list[int]:
+    """Pidfds of the other processes that have a file of the folder open."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit() or int(entry.name) == os.getpid():
+            continue
+        with contextlib.suppress(OSError):  # it has ended, or is somebody else's
+            if any(link.readlink().is_relative_to(folder) for link in (entry / "fd").iterdir()):
+                found.append(os.pidfd_open(int(entry.name)))
+    return found
 
 
 def _sweep() -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import threading
 from typing import Any
 
 import ray
@@ -24,6 +25,9 @@ ANSWER_SECONDS = 60.0
 END_SECONDS = 10.0
 """Longest tidy end of a role's workers."""
 
+STARTING_END_SECONDS = 2.0
+"""The same before all of them are ready: one that is being built hears nothing, and has nothing to save."""
+
 
 class RayLauncher:
     """Deploys the roles, polls them, and deletes them. Needs a Ray with Serve (see `cluster`)."""
@@ -35,13 +39,34 @@ class RayLauncher:
         self._handles: dict[str, Any] = {}
         self._incarnations: dict[str, str] = {}
         self._away: frozenset[str] = frozenset()
+        self._ready = False
         self._group: PlacementGroup | None = None
 
     def _name(self, role: str) -> str:
         return f"{self._context.run}-{role}"
 
     async def start(self) -> None:
-        await asyncio.to_thread(self._deploy)
+        """In a thread of its own, for which nobody waits who gives up waiting: what it asks of Ray may take
+        minutes, and ends with Ray.
+        """
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[None] = loop.create_future()
+
+        def settle(error: Exception | None) -> None:
+            if not done.done():
+                done.set_result(None) if error is None else done.set_exception(error)
+
+        def deploy() -> None:
+            error: Exception | None = None
+            try:
+                self._deploy()
+            except Exception as raised:  # noqa: BLE001 - raised again where it is waited for
+                error = raised
+            with contextlib.suppress(RuntimeError):  # the loop is closed: it was given up
+                loop.call_soon_threadsafe(settle, error)
+
+        threading.Thread(target=deploy, name="ray-deploy", daemon=True).start()
+        await done
 
     def _deploy(self) -> None:
         options = self._placement()
@@ -92,6 +117,7 @@ class RayLauncher:
         for status in statuses:
             poll.reports += status.reports
             poll.workers |= {worker.worker: worker for worker in status.workers}
+        self._ready = self._ready or poll.ready
         await self._tell_away(frozenset().union(*(status.away for status in statuses)))
         return poll
 
@@ -126,9 +152,12 @@ class RayLauncher:
     async def close(self) -> None:
         handles, self._handles = self._handles, {}
         answering = [] if self._daemons.dead() else self._incarnations
-        ending = [asyncio.ensure_future(_end(handles[role])) for role in answering if role in handles]
+        seconds = END_SECONDS if self._ready else STARTING_END_SECONDS
+        ending = [
+            asyncio.ensure_future(_end(handles[role], seconds)) for role in answering if role in handles
+        ]
         if ending:
-            await asyncio.wait(ending, timeout=2 * END_SECONDS)
+            await asyncio.wait(ending, timeout=2 * seconds)
         for task in ending:
             task.cancel()
         if self._context.config.ray.address is not None:  # an embedded Ray takes its applications with it
@@ -138,9 +167,9 @@ class RayLauncher:
                 ray.util.remove_placement_group(self._group)
 
 
-async def _end(handle: Any) -> None:
+async def _end(handle: Any, seconds: float) -> None:
     with contextlib.suppress(RayError, RayServeException):  # one that is dead has nothing left to let go of
-        await handle.end.remote(END_SECONDS)
+        await handle.end.remote(seconds)
 
 
 def _lost(role: str, why: str) -> ServiceStatus:

@@ -97,6 +97,8 @@ class _Run:
     told_full: bool = False
     told_wires: set[str] = field(default_factory=set)
     losses: EngineLosses = field(default_factory=EngineLosses)
+    ready: bool = False
+    """All roles were there once."""
 
     def take(self, report: Report) -> None:
         match report.kind:
@@ -238,6 +240,8 @@ def _train(config: RunConfig, folder: RunFolder, context: RunContext, title: str
             try:
                 with _launcher(resolved, context, run) as launcher:
                     stopped = asyncio.run(_supervise(launcher, resolved, config, run, started))
+                if stopped and not run.ready:
+                    raise KeyboardInterrupt
             finally:
                 accounting = _accounts(started.bus, started.queue, run, segment)
     finally:
@@ -337,18 +341,19 @@ async def _follow(
     started: Services,
 ) -> bool:
     deadline = time.monotonic() + config.start_seconds
-    ready = False
     ending: float | None = None
     while True:
         polling = asyncio.ensure_future(launcher.poll())
-        if not ready:  # a look at roles that start may take long
+        if not run.ready:  # a look at roles that start may take long
             await asyncio.wait({polling, stop}, return_when=asyncio.FIRST_COMPLETED)
             if stop.done() and not polling.done():
                 polling.cancel()
                 return True
         poll = await polling
-        if not ready and poll.ready:
-            ready = True
+        if stop.done() and not (run.ready or poll.ready):
+            return True  # there is nothing yet that could end tidily
+        if not run.ready and poll.ready:
+            run.ready = True
             run.display.phase("first rollouts")
         for report in poll.reports:
             run.take(report)
@@ -359,7 +364,7 @@ async def _follow(
         _raise_failed(poll, run, started.failure)
         if poll.done(endless) or (ending is not None and _actor_done(poll)):
             return ending is not None
-        if not ready and time.monotonic() > deadline and not run.rewards:
+        if not run.ready and time.monotonic() > deadline and not run.rewards:
             late = [name for name, status in poll.workers.items() if status.state == "starting"]
             raise RoleFailed(
                 f"not ready after {config.start_seconds:g} s ({config.start_key}): {', '.join(late)}"

@@ -61,7 +61,7 @@ def installed_version(settings: SglangSettings) -> str:
             f"rollout.engine = sglang would run on CPUs, and the kernels of the SGLang of {python!r} are for "
             f"GPUs: they load libcuda.so.1 all the same ({missing[0]}). Take an SGLang that is built for "
             f"CPUs, name a folder with a libcuda.so.1 in rollout.sglang.env={{LD_LIBRARY_PATH: ...}} (a "
-            f"stand-in is enough: 'On a CPU' in docs/how-to/use-sglang.md), or set rollout.engine=transformers"
+            f"stand-in is enough: docs/how-to/use-sglang.md, On a CPU), or set rollout.engine=transformers"
         )
     return version
 
