@@ -70,7 +70,9 @@ def test_what_an_earlier_start_wrote_is_not_of_this_one(file: Path) -> None:
 def test_a_summary_says_the_wire_the_transfer_and_the_pause(file: Path) -> None:
     arrivals = Arrivals(file)
     assert arrivals.summary == ""
-    add(file, line(0, 0) + line(1, 0) + line(0, 1) + line(1, 1))
+    add(file, line(0, 0))
+    assert arrivals.summary.startswith("1 version of 2 KiB in 1 engine by shm; ")
+    add(file, line(1, 0) + line(0, 1) + line(1, 1))
     assert arrivals.summary == (
         "2 versions of 2 KiB in 2 engines by shm; transfer 1.2 ms, pause 250 ms (medians)"
     )

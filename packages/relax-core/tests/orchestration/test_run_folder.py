@@ -3,6 +3,7 @@ from pathlib import Path
 
 import pytest
 from relax.config import ConfigError, RunConfig
+from relax.orchestration.export import export_run
 from relax.orchestration.run_folder import create, hold, reopen
 
 
@@ -30,5 +31,7 @@ def test_a_reopened_run_has_its_own_configuration_and_the_words_given(tmp_path: 
     _, reopened = reopen(folder.path, ["steps=99"])
     assert reopened.steps == 99
     assert reopened.data.path == "x.jsonl"
-    with pytest.raises(ConfigError, match="no run lies there"):
+    with pytest.raises(ConfigError, match=r"^--resume .*none: no run lies there"):
         reopen(tmp_path / "none", [])
+    with pytest.raises(ConfigError, match=r"^relax export .*none: no run lies there"):
+        export_run(tmp_path / "none", tmp_path / "out", None)

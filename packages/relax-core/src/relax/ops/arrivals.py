@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from relax.ops.quantities import short_time, size
+from relax.ops.quantities import counted, short_time, size
 
 WIRES = {"shm": "weights/by_shm", "tcp": "weights/by_tcp", "tcp+delta": "weights/by_delta"}
 """The metric that counts the engines which took a version by each wire."""
@@ -55,7 +55,8 @@ class Arrivals:
             return ""
         wires = ", ".join(f"{wire} ({count}x)" for wire, count in self._by_wire.most_common())
         return (
-            f"{len(self._versions)} versions of {size(self._nbytes)} in {len(self._engines)} engines by "
+            f"{counted(len(self._versions), 'version')} of {size(self._nbytes)} in "
+            f"{counted(len(self._engines), 'engine')} by "
             f"{wires if len(self._by_wire) > 1 else next(iter(self._by_wire))}; transfer "
             f"{short_time(median(self._transfer))}, pause {short_time(median(self._pause))} (medians)"
         )

@@ -1,4 +1,4 @@
-"""Sizes and times as people read them."""
+"""Sizes, times and counts as people read them."""
 
 
 def size(nbytes: float) -> str:
@@ -15,3 +15,8 @@ def short_time(seconds: float) -> str:
     if seconds >= 1:
         return f"{seconds:.1f} s"
     return f"{seconds * 1000:.1f} ms" if seconds < 0.01 else f"{seconds * 1000:.0f} ms"
+
+
+def counted(count: int, thing: str) -> str:
+    """`1 engine`, `2 engines`."""
+    return f"{count} {thing}" if count == 1 else f"{count} {thing}s"

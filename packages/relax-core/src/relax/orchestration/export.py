@@ -19,7 +19,7 @@ def export_run(run: Path, out: Path, step: int | None) -> Checkpoint:
     from relax.components.context import Closes
     from relax.components.trainers import alone, is_gang, open_seat, seated, trainer
 
-    folder, config = reopen(run, [])
+    folder, config = reopen(run, [], "relax export")
     there = Checkpoints(folder.path, config.checkpoint.keep).all()
     chosen = [c for c in there if step is None or c.step == step]
     if not chosen:

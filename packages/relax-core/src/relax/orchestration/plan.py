@@ -7,6 +7,7 @@ from rich.table import Table
 
 from relax.backends.inference.sglang.flags import gpus as gpus_of_a_server
 from relax.config import ConfigError, RunConfig
+from relax.ops.quantities import counted
 
 SERVICE_CPUS = 0.05
 """CPUs that a role's Serve deployment reserves for itself: it only supervises."""
@@ -98,7 +99,7 @@ def plan(config: RunConfig) -> Plan:
             "rollout",
             ("rollout", *engines),
             cpus,
-            f"episodes on {len(engines)} {config.rollout.engine} engines",
+            f"episodes on {counted(len(engines), f'{config.rollout.engine} engine')}",
             gpus_per_engine=0 if config.mode == "colocate" else engine_gpus(config),
         ),
         RolePlan("advantages", ("advantages",), cpus, f"{config.algorithm.name} advantages of whole groups"),

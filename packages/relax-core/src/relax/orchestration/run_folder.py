@@ -91,15 +91,15 @@ def create(config: RunConfig, name: str) -> RunFolder:
     return folder
 
 
-def reopen(path: Path, overrides: list[str]) -> tuple[RunFolder, RunConfig]:
-    """The folder and configuration of a run that was begun before.
+def reopen(path: Path, overrides: list[str], asked: str = "--resume") -> tuple[RunFolder, RunConfig]:
+    """The folder and configuration of a run that was begun before; `asked` is what a person has called.
 
     Raises:
         ConfigError: there is no run there. (One that never reached a checkpoint begins again.)
     """
     folder = RunFolder(path.absolute())
     if not folder.config.is_file():
-        raise ConfigError(f"--resume {path}: no run lies there (no {folder.config.name})")
+        raise ConfigError(f"{asked} {path}: no run lies there (no {folder.config.name})")
     return folder, load(folder.config, overrides)
 
 
