@@ -36,10 +36,26 @@ import json, os, sys
 print(json.dumps({"env_vars": {name: os.environ[name] for name in sys.argv[1:]}}))
 ' ${variables[@]+"${variables[@]}"})
 
+address=${RAY_ADDRESS:-http://127.0.0.1:8265}
+if ! why=$(python3 -c '
+import socket, sys
+from urllib.parse import urlsplit
+where = urlsplit(sys.argv[1])
+if where.scheme in ("http", "https"):
+    try:
+        socket.create_connection((where.hostname, where.port or {"http": 80, "https": 443}[where.scheme]), 10).close()
+    except OSError as error:
+        sys.exit(print(error.strerror or error) or 1)
+' "$address"); then
+  echo "${0##*/}: no Ray answers at $address ($why); start one (ray start --head), or say in RAY_ADDRESS where the" \
+    "dashboard of its head node is" >&2
+  exit 69
+fi
+
 # The words are quoted for the shell that starts the driver.
 printf -v quoted '%q ' "${words[@]}"
 printf -v folder '%q' "${WORKDIR:-$root}"
 exec "${RAY:-$(command_of ray)}" job submit \
-  --address "${RAY_ADDRESS:-http://127.0.0.1:8265}" \
+  --address "$address" \
   --runtime-env-json "$runtime" \
   -- bash -c "cd $folder && exec relax train ${quoted}ray.address=auto"

@@ -146,22 +146,36 @@ def test_an_entrypoint_that_there_is_not_is_refused(stub):
     assert "ENTRYPOINT = slurm is none of local, ray-job, spmd-multinode" in done.stderr
 
 
+def test_a_ray_that_is_not_there_is_said_in_a_line(stub):
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))  # and nobody listens
+        address = f"http://127.0.0.1:{held.getsockname()[1]}"
+        done = run("entrypoint/ray-job", "configs/quickstart.yaml", RAY=stub, RAY_ADDRESS=address)
+    assert done.returncode == 69
+    assert done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"ray-job.sh: no Ray answers at {address} (Connection refused); start one")
+
+
 def test_a_ray_job_is_submitted_with_its_words_quoted(stub):
+    head = socket.create_server(("127.0.0.1", 0))
+    address = f"http://127.0.0.1:{head.getsockname()[1]}"
     done = run(
         "entrypoint/ray-job",
         "configs/quickstart.yaml",
         "run.name=a b",
         RAY=stub,
-        RAY_ADDRESS="http://head:8265",
+        RAY_ADDRESS=address,
         JOB_ENV="HF_HOME",
         HF_HOME="/hub",
         WORKDIR="/opt/re lax",
     )
+    head.close()
     assert done.stdout.splitlines() == [
         "job",
         "submit",
         "--address",
-        "http://head:8265",
+        address,
         "--runtime-env-json",
         '{"env_vars": {"HF_HOME": "/hub"}}',
         "--",
@@ -297,6 +311,31 @@ WRONG = {
         "nodes: [{name: n, cpus: 96, gpus: 8, memory: 1TiB}]",
         [],
         "node n has 8 GPUs and no gpu_memory",
+    ),
+    "a size without a unit": (
+        "qwen3-4B-8xgpu",
+        "nodes: [{name: n, cpus: 96, gpus: 8, gpu_memory: 24, memory: 1TiB}]",
+        [],
+        "nodes.0.gpu_memory = 24: 24 has no unit, and so few bytes no node has; write '24GiB'",
+    ),
+    "less than a node can have": (
+        "qwen3-4B-8xgpu",
+        "nodes: [{name: n, cpus: 96, gpus: 8, gpu_memory: 80GB, memory: 512MiB}]",
+        [],
+        "nodes.0.memory = '512MiB': '512MiB' is less than 1 GiB",
+    ),
+    "a key that there is not": (
+        "qwen3-4B-8xgpu",
+        "nodes: [{name: n, cpu: 96, gpus: 8, gpu_mem: 80GB, memory: 1TiB}]",
+        [],
+        "nodes.0.cpu = 96: there is no such key; did you mean cpus? nodes.0.gpu_mem = '80GB': there is no "
+        "such key; did you mean gpu_memory?",
+    ),
+    "a key like none": (
+        "qwen3-4B-8xgpu",
+        "nodes: [{name: n, cpus: 96, memory: 1TiB, zzz: 1}]",
+        [],
+        "nodes.0.zzz = 1: there is no such key; the keys here are name, count, cpus, gpus, gpu_memory, mem",
     ),
     "a file that describes nothing": (
         "qwen3-4B-8xgpu",

@@ -1,14 +1,20 @@
 """A cluster described by a file, for `relax doctor --cluster`: its nodes, with what each of them has."""
 
+import difflib
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import yaml
 from pydantic import Field, ValidationError, field_validator
 
 from relax.config.base import ConfigError, Settings
 from relax.config.sizes import bytes_of
+
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
 
 EXAMPLE = "nodes: [{name: node, count: 2, cpus: 96, gpus: 8, gpu_memory: 80GB, memory: 1TiB}]"
 
@@ -22,19 +28,25 @@ class NodeSettings(Settings):
     cpus: float = Field(gt=0)
     gpus: int = Field(default=0, ge=0)
     gpu_memory: int | str | None = None
-    """Of one GPU, as its maker counts it: bytes, or a size such as `80GB`."""
+    """Of one GPU, as its maker counts it: a size such as `80GB`, or bytes, from 1 GiB on."""
     memory: int | str
-    """Of the node: bytes, or a size such as `1TiB`."""
+    """Of the node, the same way: `1TiB`."""
 
-    @field_validator("gpu_memory", "memory")
+    @field_validator("gpu_memory", "memory", mode="before")
     @classmethod
-    def _size(cls, size: int | str | None) -> int | str | None:
+    def _size(cls, size: object) -> object:
         if size is None:
             return None
-        if str(size).strip().endswith("%"):
+        text = str(size).strip()
+        if text.endswith("%"):
             raise ValueError(f"{size!r} is a share of this machine's memory; give the node's, such as '80GB'")
-        bytes_of(size)
-        return size
+        bare = re.fullmatch(r"[0-9]+(\.[0-9]+)?", text) is not None
+        if bare and float(text) < 1 << 30:
+            raise ValueError(f"{text} has no unit, and so few bytes no node has; write '{text}GiB'")
+        found = int(float(text)) if bare else bytes_of(text)
+        if found < 1 << 30:
+            raise ValueError(f"{size!r} is less than 1 GiB, which no node has")
+        return found
 
 
 class ClusterSettings(Settings):
@@ -81,10 +93,7 @@ def load_cluster(file: Path) -> Cluster:
     try:
         settings = ClusterSettings.model_validate(content)
     except ValidationError as error:
-        faults = [
-            f"{'.'.join(map(str, item['loc'])) or 'the file'} = {item['input']!r}: {item['msg']}"
-            for item in error.errors()
-        ]
+        faults = [_fault(item) for item in error.errors()]
         raise ConfigError(
             f"--cluster {file}: it does not describe a cluster:\n  "
             + "\n  ".join(faults)
@@ -101,6 +110,19 @@ def load_cluster(file: Path) -> Cluster:
                 f"one of them has, such as gpu_memory: 80GB"
             )
     return Cluster(str(file), nodes)
+
+
+def _fault(item: "ErrorDetails") -> str:
+    """What is wrong at one place of the file, in words."""
+    where, (*_, key) = ".".join(map(str, item["loc"])) or "the file", item["loc"] or ("",)
+    if item["type"] == "extra_forbidden":
+        known = list((NodeSettings if len(item["loc"]) > 1 else ClusterSettings).model_fields)
+        near = difflib.get_close_matches(str(key), known, 1, cutoff=0.5)
+        hint = f"did you mean {near[0]}?" if near else f"the keys here are {', '.join(known)}"
+        return f"{where} = {item['input']!r}: there is no such key; {hint}"
+    if item["type"] == "missing":
+        return f"{where}: it is missing"
+    return f"{where} = {item['input']!r}: {item['msg'].removeprefix('Value error, ')}"
 
 
 def _nodes(settings: ClusterSettings) -> Iterator[Node]:
