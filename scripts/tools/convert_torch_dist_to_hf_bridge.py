@@ -11,9 +11,6 @@ import argparse
 import sys
 from pathlib import Path
 
-from relax.backends.train.errors import TrainError
-from relax.backends.train.megatron.convert import convert
-
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Megatron torch_dist checkpoint to a Hugging Face folder")
@@ -23,6 +20,10 @@ def main() -> int:
         "--origin-hf-dir", type=Path, required=True, help="folder the model came from: config and tokenizer"
     )
     arguments = parser.parse_args()
+    # Torch takes seconds to import, which those who only ask for help should not wait for.
+    from relax.backends.train.errors import TrainError
+    from relax.backends.train.megatron.convert import convert
+
     try:
         files = convert(arguments.input_dir, arguments.output_dir, arguments.origin_hf_dir)
     except TrainError as error:

@@ -12,9 +12,6 @@ import shutil
 import sys
 from pathlib import Path
 
-from safetensors import safe_open
-from safetensors.torch import save_file
-
 PREFIX = "thinker."
 ARCHITECTURES = {"qwen3_omni_moe_thinker": "Qwen3OmniMoeThinkerForConditionalGeneration"}
 
@@ -29,6 +26,10 @@ def extract(source: Path, target: Path) -> int:
     Raises:
         NotExtractable: see there.
     """
+    # Torch takes seconds to import, which those who only ask for help should not wait for.
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+
     config = json.loads((source / "config.json").read_text())
     thinker = config.get("thinker_config")
     architecture = ARCHITECTURES.get((thinker or {}).get("model_type", ""))
