@@ -91,9 +91,7 @@ def scores(out: Path, name: str) -> dict[str, torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize(
-    "actor", [{"tensor_parallel": 2}, {"pipeline_parallel": 2}, {"data_parallel": 2}], ids=str
-)
+@pytest.mark.parametrize("actor", [{"tensor_parallel": 2}, {"data_parallel": 2}], ids=str)
 def test_a_bridged_model_trains_as_transformers_does(folder, actor, tmp_path):
     told = run(folder, tmp_path, actor)
     work = [pack(make_rows(97, [(3, 7), (8, 2), (1, 12)], seed)) for seed in range(2)]
@@ -126,7 +124,7 @@ def test_a_bridged_model_trains_as_transformers_does(folder, actor, tmp_path):
     loss = sum(float(plain.forward_backward(batch, policy_gradient).loss) for batch in work)
     norm = plain.optim_step(1 / 40).grad_norm
     assert sum(one["loss"] for one in told if one["loss"] is not None) == pytest.approx(loss, rel=1e-4)
-    assert {one["norm"] for one in told} == {pytest.approx(norm, rel=1e-4)}
+    assert [one["norm"] for one in told] == pytest.approx([norm] * 2, rel=1e-4)
     exported = TorchNative(tmp_path / "export", settings=SETTINGS)
     for (name, ours), (_, theirs) in zip(exported.tensors(), plain.tensors(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-4, msg=name)  # Adam at gradients near 0

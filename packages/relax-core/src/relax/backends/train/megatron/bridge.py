@@ -265,6 +265,11 @@ def planned(
         UntrainableModelError: without Transformer Engine, a model that needs it.
         SettingsError: what Megatron refuses.
     """
+    if parallel.pipeline_parallel > 1:
+        raise SettingsError(
+            f"actor.pipeline_parallel = {parallel.pipeline_parallel} with a {hf.model_type}, which "
+            "megatron-bridge maps: its losses were not shown to be right there; split it by tensor_parallel"
+        )
     engine = build.uses_transformer_engine(settings, device)
     # It only pads what it cuts.
     pads = parallel.tensor_parallel > 1
