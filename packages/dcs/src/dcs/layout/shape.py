@@ -73,9 +73,8 @@ class MegatronShape:
         family = config.get("model_type")
         if family not in _FAMILIES:
             raise ValueError(
-                f"model_type {family!r}; known are {', '.join(_FAMILIES)}: make a MegatronShape by hand, or"
-                f" give"
-                " pieces with dcs.layout.of(..., pieces=...)"
+                f"model_type {family!r}; known are {', '.join(_FAMILIES)}: make a MegatronShape by hand, or "
+                "give pieces with dcs.layout.of(..., pieces=...)"
             )
         qk_layernorm, qkv_bias = _FAMILIES[family]
         for name in ("mlp_bias", "attention_bias"):

@@ -238,11 +238,9 @@ def _differs(piece: Held, holder: Held, who: str) -> LayoutMismatch:
     got = f"{holder.dtype}{list(holder.shape)}"
     expected = f"{piece.dtype}{list(piece.shape)}"
     return LayoutMismatch(
-        f"{who}tensor {piece.tensor!r} is made of {piece.source!r} as {expected}, but a source has it as"
-        f" {got}"
-        f" (in its tensor {holder.tensor!r}); layouts of one run name each global tensor with one shape and"
-        f" the"
-        " dtype in which it travels (dcs.layout.of(..., dtype=...))",
+        f"{who}tensor {piece.tensor!r} is made of {piece.source!r} as {expected}, but a source has it as "
+        f"{got} (in its tensor {holder.tensor!r}); layouts of one run name each global tensor with one shape "
+        "and the dtype in which it travels (dcs.layout.of(..., dtype=...))",
         piece.tensor,
         got,
         expected,

@@ -1,6 +1,4 @@
-"""Memory that a rank freezes its state into: memfds, so that a keeper on this machine maps them as they
-are.
-"""
+"""Memory that a rank freezes its state into: memfds, which a keeper on this machine maps as they are."""
 
 import fcntl
 import mmap
@@ -9,6 +7,7 @@ import os
 import numpy as np
 import torch
 
+from dcs.memory import streaming
 from dcs.replicas.memory import SEALS
 from dcs.replicas.tree import Flat, Place
 
@@ -34,6 +33,7 @@ class Arena:
         self._places: list[Place] = []
         self._tensors: list[torch.Tensor] = []
         self._arrays: list[np.ndarray] = []
+        self._addresses = self._sizes = np.empty(0, np.uint64)  # of the tensors
 
     def fits(self, nbytes: int) -> bool:
         """Whether it is large enough for `nbytes`, and not far too large."""
@@ -46,8 +46,13 @@ class Arena:
         if flat.places != self._places:
             self._lay_out(flat)
         tensors = [source for source in flat.sources if isinstance(source, torch.Tensor)]
-        if tensors:
-            with torch.no_grad():  # one call: per tensor, the way to the copy costs more than a small copy
+        # One call, whichever it is: per tensor, the way to the copy costs more than a small copy.
+        loop = streaming.loaded()
+        if loop is not None and all(_is_bytes(tensor) for tensor in tensors):
+            addresses = [tensor.data_ptr() for tensor in tensors]
+            loop.ranges(self._addresses, np.array(addresses, np.uint64), self._sizes)
+        elif tensors:
+            with torch.no_grad():
                 torch._foreach_copy_(self._tensors, tensors)  # pyright: ignore[reportPrivateImportUsage]
         arrays = [source for source in flat.sources if not isinstance(source, torch.Tensor)]
         for view, array in zip(self._arrays, arrays, strict=True):
@@ -70,6 +75,8 @@ class Arena:
             else:
                 self._tensors.append(torch.from_numpy(room).view(dtype).view(shape))
         self._bytes[before : flat.nbytes] = 0
+        self._addresses = np.array([tensor.data_ptr() for tensor in self._tensors], np.uint64)
+        self._sizes = np.array([tensor.nbytes for tensor in self._tensors], np.uint64)
         self._places = flat.places
 
     def close(self) -> None:
@@ -79,3 +86,8 @@ class Arena:
             self.descriptor = -1
             # The mapping goes with the last view of it.
             del self._tensors, self._arrays, self._bytes, self.memory
+
+
+def _is_bytes(tensor: torch.Tensor) -> bool:
+    """Whether copying it is copying bytes of host memory, where dtype and shape are those of the target."""
+    return tensor.is_cpu and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())

@@ -107,8 +107,7 @@ class Channel:
         if len(body) > MAX_MESSAGE_BYTES:
             raise ProtocolError(
                 f"a message of {len(body)} bytes to {self._peer}, at most {MAX_MESSAGE_BYTES} are allowed; "
-                f"keep bulk"
-                " data in tensors or numpy arrays rather than in plain lists"
+                "keep bulk data in tensors or numpy arrays rather than in plain lists"
             )
         return _FRAME.pack(_MAGIC, PROTOCOL, _MESSAGE, 0, len(body)), body
 
@@ -224,9 +223,8 @@ class Channel:
             raise ProtocolError(f"{self._peer} sent {header[0]!r}, which opens no frame; {hint}")
         if header[1] != PROTOCOL:
             raise ProtocolMismatch(
-                f"{self._peer} speaks replica protocol {header[1]}, this side speaks {PROTOCOL}; install "
-                f"the same"
-                " relax-dcs on both"
+                f"{self._peer} speaks replica protocol {header[1]}, this side speaks {PROTOCOL}; install the "
+                "same relax-dcs on both"
             )
         return header
 

@@ -29,10 +29,8 @@ def add_parser(commands: Commands) -> argparse.ArgumentParser:
         "keeper",
         help="hold copies of training state in this node's memory",
         description="Hold copies of training state in memory, for ranks that may die. Prints one line of JSON"
-        " with its"
-        " address when it is ready; ends on SIGTERM or SIGINT, and what it holds is gone then. A token is "
-        "read from the"
-        " environment variable DCS_TOKEN.",
+        " with its address when it is ready; ends on SIGTERM or SIGINT, and what it holds is gone then. A "
+        "token is read from the environment variable DCS_TOKEN.",
     )
     _arguments(parser)
     return parser

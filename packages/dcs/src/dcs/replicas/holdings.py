@@ -126,9 +126,8 @@ class Holdings:
             elif attempt.world_size != world_size:
                 raise WorldSizeMismatch(
                     f"session {session!r} of {name!r} has {attempt.world_size} ranks, a rank came with "
-                    f"world_size"
-                    f" {world_size}; all ranks of a session give the same, and each start of a run a new "
-                    f"session"
+                    f"world_size {world_size}; all ranks of a session give the same, and each start of a run "
+                    "a new session"
                 )
             elif number > attempt.number:
                 attempt.number = number
@@ -318,8 +317,7 @@ class Holdings:
             if run is None or attempt is None or kept is None or kept.doomed:
                 raise StaleVersion(
                     f"step {which.step} of rank {which.rank} of {which.name!r} (session {which.session!r}) "
-                    f"is not held"
-                    " here any more"
+                    "is not held here any more"
                 )
             kept.readers += 1
         try:

@@ -163,9 +163,7 @@ class Memory:
         if self._used + nbytes > self.max_bytes:
             raise KeeperFull(
                 f"no room for {nbytes} bytes of {what}: {self._used} of {self.max_bytes} are in use; raise "
-                f"the keeper's"
-                " max_bytes (about copies x (keep + 1) x the bytes of a shard, for every rank that keeps "
-                "here), or lower"
-                " keep"
+                "the keeper's max_bytes (about copies x (keep + 1) x the bytes of a shard, for every rank "
+                "that keeps here), or lower keep"
             )
         self._used += nbytes

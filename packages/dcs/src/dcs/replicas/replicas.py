@@ -76,8 +76,7 @@ class Replicas:
             if world_size > 1:
                 raise ValueError(
                     f"session is None with world_size={world_size}; give all ranks the same string, a new "
-                    f"one for each"
-                    " start of the run (a job's id with its restart count)"
+                    "one for each start of the run (a job's id with its restart count)"
                 )
             session = secrets.token_hex(8)
         self.name = name
@@ -277,8 +276,7 @@ class Replicas:
                 if left <= 0:
                     raise Timeout(
                         f"rank 0 of {self.name!r} (session {self._session!r}) has not chosen a step; all "
-                        f"ranks"
-                        " call restore together, with the same session"
+                        "ranks call restore together, with the same session"
                     )
                 self._changed.wait(left)
         if choice.place is None:
@@ -287,8 +285,7 @@ class Replicas:
         if step is None or (self.rank not in step.holders and step.world_size == self.world_size):
             raise KeeperLost(
                 f"rank 0 of {self.name!r} chose step {choice.place.step}, of which rank {self.rank} can "
-                f"reach no"
-                " shard"
+                "reach no shard"
             )
         return step
 
@@ -322,9 +319,9 @@ class Replicas:
             for session, number in census.numbers.items():
                 if number > self._attempt > 0 and not self._shipping.evicted:
                     self._shipping.evicted = Evicted(
-                        f"session {session!r} has taken over {self.name!r} from {self._session!r}; this "
-                        f"rank is of a"
-                        " start that is over, and has to end (or its ranks restore, and it has to as well)"
+                        f"session {session!r} has taken over {self.name!r} from {self._session!r}; this rank "
+                        "is of a start that is over, and has to end (or its ranks restore, and it has to as "
+                        "well)"
                     )
             newest = next((s for s in census.steps if s.complete and s.place.session == self._session), None)
             if newest is not None:

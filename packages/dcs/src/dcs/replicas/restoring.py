@@ -85,9 +85,8 @@ def fetch_tree(
     """
     if step.world_size != world_size:
         raise WorldSizeMismatch(
-            f"step {step.place.step} of {name!r} was saved by {step.world_size} ranks, and is to be "
-            f"restored by"
-            f" {world_size}; start {step.world_size} ranks, or load a checkpoint that can be cut anew"
+            f"step {step.place.step} of {name!r} was saved by {step.world_size} ranks, and is to be restored "
+            f"by {world_size}; start {step.world_size} ranks, or load a checkpoint that can be cut anew"
         )
     holders = [link for link in links if link.address in step.holders[rank]]
     # A keeper on this machine first, then the others, starting at another one for each rank.

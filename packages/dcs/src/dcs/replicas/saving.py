@@ -193,8 +193,7 @@ class Saving:
                         )
                     raise Timeout(
                         f"step {self.step} is not complete after {timeout} s: no keeper in reach holds the "
-                        f"shards of"
-                        f" ranks {self._lacking(self.step)}"
+                        f"shards of ranks {self._lacking(self.step)}"
                     )
                 self._expedite()
                 self._changed.wait(left)

@@ -1,8 +1,7 @@
 """A tree of tensors and plain data as one flat run of bytes and a description of it, and back, bit for bit.
 
 The description is msgpack: scalars as they are, everything else as an array that starts with a tag. Nothing
-    in it
-is code: a tree that comes back is made of tensors, arrays and the built-in containers only.
+in it is code: a tree that comes back is made of tensors, arrays and the built-in containers only.
 """
 
 import functools
@@ -62,8 +61,7 @@ def flatten(tree: Tree) -> Flat:
     `_metadata`), lists, tuples, `torch.Size`, and in them: torch tensors and parameters of any dense dtype
     and device, `torch.Generator`s, numpy arrays and scalars, None, bool, int of any size, float, complex,
     str, bytes, `torch.dtype` and `torch.device`. A tensor that occurs twice is kept once, and comes back as
-    one. Strides are
-    not kept: a tensor comes back contiguous.
+    one. Strides are not kept: a tensor comes back contiguous.
 
     Raises `UnsupportedLeaf`, naming the path, for anything else: what would have to be pickled.
     """
@@ -138,9 +136,8 @@ class _Flattener:
             return [_INTEGER, value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)]
         if isinstance(value, torch.Tensor):
             raise UnsupportedLeaf(
-                f"{_name(path)} is a {kind.__module__}.{kind.__qualname__}; give its plain local tensor "
-                f"(for a"
-                " DTensor: `.to_local()`)"
+                f"{_name(path)} is a {kind.__module__}.{kind.__qualname__}; give its plain local tensor"
+                " (for a DTensor: `.to_local()`)"
             )
         encode = _CONTAINERS.get(kind)
         if encode is not None:
@@ -159,9 +156,8 @@ class _Flattener:
             start = self._place(state, state.nbytes, state.dtype, state.shape)
             return [_GENERATOR, start, state.nbytes, str(value.device)]
         raise UnsupportedLeaf(
-            f"{_name(path)} is a {kind.__module__}.{kind.__qualname__}, which cannot be kept without "
-            f"pickling it;"
-            " give tensors, numpy arrays, and plain data in dicts, lists and tuples"
+            f"{_name(path)} is a {kind.__module__}.{kind.__qualname__}, which cannot be kept without"
+            " pickling it; give tensors, numpy arrays, and plain data in dicts, lists and tuples"
         )
 
     def _sequence(self, tag: int, value: Any, path: _Path, depth: int) -> list[Any]:
@@ -172,9 +168,8 @@ class _Flattener:
         for key, item in value.items():
             if type(key) is not str and not _is_plain_key(key):
                 raise UnsupportedLeaf(
-                    f"a key of {_name(path)} is {key!r}, a {type(key).__qualname__}; keys are str, int, "
-                    f"float, bool,"
-                    " bytes, None, and tuples of them"
+                    f"a key of {_name(path)} is {key!r}, a {type(key).__qualname__}; keys are str, int,"
+                    " float, bool, bytes, None, and tuples of them"
                 )
             flat.append(key if type(key) is str else self._value(key, path, depth))
             flat.append(self._value(item, (path, key, False), depth))
@@ -230,8 +225,8 @@ class _Flattener:
         array = np.asarray(value)
         if array.dtype.hasobject or array.dtype.fields or np.dtype(array.dtype.str) != array.dtype:
             raise UnsupportedLeaf(
-                f"{_name(path)} is a numpy array of {array.dtype}; only plain numbers, strings and times "
-                f"are kept"
+                f"{_name(path)} is a numpy array of {array.dtype}; only plain numbers, strings and times are"
+                " kept"
             )
         source = np.ascontiguousarray(array).reshape(-1)
         start = self._place(source.view(np.uint8), source.nbytes) if source.nbytes else 0

@@ -33,9 +33,8 @@ def group_advantages(
     if bad:
         raise AlgorithmError(
             f"reward of row {bad[0]} (group {int(groups[bad[0]])}) is {float(rewards[bad[0]])}, and "
-            f"{len(bad)} of "
-            f"{len(rewards)} rewards are not finite: expected numbers; let the reward drop such a group "
-            f"with a reason"
+            f"{len(bad)} of {len(rewards)} rewards are not finite: expected numbers; let the reward drop "
+            "such a group with a reason"
         )
     _, of_row = torch.unique(groups, return_inverse=True)
     size = torch.bincount(of_row).double()

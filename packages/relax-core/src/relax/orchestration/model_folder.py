@@ -91,8 +91,7 @@ def _from_hub(config: RunConfig) -> Path:
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise ConfigError(
             f"model.path = {path!r}: there is no such local folder, and the hub did not give it ({error}); "
-            f"for a local "
-            "model give the path of its folder"
+            "for a local model give the path of its folder"
         ) from error
 
 

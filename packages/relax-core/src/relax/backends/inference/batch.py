@@ -145,9 +145,8 @@ class RunningBatch:
             row = rows.start + int(np.flatnonzero(~np.isfinite(drawn.logprobs))[0])
             raise EngineError(
                 f"request {self.requests[row].id!r} got logprob {drawn.logprobs[row - rows.start]} at token "
-                f"{self._counts[row]}: the weights of version {self.version} do not give finite logits; "
-                f"has training "
-                "diverged?"
+                f"{self._counts[row]}: the weights of version {self.version} do not give finite logits; has "
+                "training diverged?"
             )
         most = int(counts.max())
         if most >= self._tokens.shape[1]:

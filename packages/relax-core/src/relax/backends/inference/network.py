@@ -74,8 +74,7 @@ class Network:
         if kinds:
             raise EngineError(
                 f"model type {text.model_type!r} in {str(folder)!r} has {sorted(kinds)} layers; the "
-                f"transformers "
-                "engine serves models whose every layer is full attention"
+                "transformers engine serves models whose every layer is full attention"
             )
         context = int(text.max_position_embeddings)
         if capacity is not None and not 2 <= capacity <= context:
@@ -122,15 +121,13 @@ class Network:
         if len(tokens) >= self.capacity:
             raise InvalidRequest(
                 f"request {request.id!r} has {len(tokens)} tokens, and the context of {self.capacity} must "
-                f"hold at least "
-                "one more; shorten the prompt or use a model with a longer context"
+                "hold at least one more; shorten the prompt or use a model with a longer context"
             )
         if int(tokens.min()) < 0 or int(tokens.max()) >= self.vocabulary:
             bad = int(tokens[(tokens < 0) | (tokens >= self.vocabulary)][0])
             raise InvalidRequest(
                 f"request {request.id!r} holds token {bad}; the vocabulary is 0 to {self.vocabulary - 1}: "
-                f"was it "
-                "made by another model's tokenizer?"
+                "was it made by another model's tokenizer?"
             )
         stop = [token for token in request.sampling.stop_token_ids if token >= self.vocabulary]
         if stop:
@@ -162,9 +159,8 @@ class Network:
             need += int(np.prod(item["image_grid_thw"], axis=-1).sum()) // self._merge
         if have != need:
             raise InvalidRequest(
-                f"request {request.id!r} has {have} image placeholder tokens, its {len(request.media)} "
-                f"media items "
-                f"stand for {need}; tokens and media must come from one processor call"
+                f"request {request.id!r} has {have} image placeholder tokens, its {len(request.media)} media "
+                f"items stand for {need}; tokens and media must come from one processor call"
             )
 
     def prefill(self, contexts: Sequence[Context], slots: Sequence[Sequence[int]]) -> Prefilled:

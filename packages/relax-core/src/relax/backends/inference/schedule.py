@@ -110,8 +110,7 @@ class ReplaySchedule:
                 if not running:
                     raise ReplayMismatch(
                         f"the log says {what} more decode steps, but nothing runs: the requests or weights "
-                        f"are not those "
-                        "of the recorded run"
+                        "are not those of the recorded run"
                     )
                 self._events[-1][1] -= 1
                 if self._events[-1][1] == 0:
