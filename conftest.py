@@ -6,6 +6,6 @@ import pytest
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Workers ignore Ctrl-C, and what they start would inherit that; tests send it to processes of their own."""
+    """Workers ignore Ctrl-C, and what they start would inherit that; tests send it to theirs."""
     if hasattr(config, "workerinput"):
         signal.signal(signal.SIGINT, signal.default_int_handler)

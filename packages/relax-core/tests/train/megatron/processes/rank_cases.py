@@ -297,12 +297,13 @@ def turned_thd(folder: str, actor: dict[str, Any], vocabulary: int) -> dict[str,
         )  # fmt: skip
         assert packed.ends is not None
         rotary = rank._models[0].rotary_pos_emb
+        ranks: Any = parallel_state.get_context_parallel_group()
         states = torch.randn(len(packed.tokens), 2, 16)
         found = _apply_rotary_pos_emb_thd(
             states,
             packed.ends.cu_seqlens_q_padded,
             rotary(packed.position_ids, []),
-            cp_group=parallel_state.get_context_parallel_group(),
+            cp_group=ranks,
         )
         real = packed.tokens >= 0
         alone = rotary(shown.positions[:, packed.tokens[real]], [])
@@ -346,8 +347,9 @@ def unmapped(folder: str) -> str:
     from relax.backends.train.megatron.bridge import megatron_rank
 
     actor = ActorSettings(backend="megatron", data_parallel=2)
+    settings: dict[str, Any] = {**SETTINGS}
     try:
-        megatron_rank(RankSpec(Path(folder), TrainerSettings(**SETTINGS), actor)).close()
+        megatron_rank(RankSpec(Path(folder), TrainerSettings(**settings), actor)).close()
     except UntrainableModelError as error:
         return str(error)
     return ""
