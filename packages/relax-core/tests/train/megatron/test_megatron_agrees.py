@@ -11,6 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+# The first test of a session starts the ranks that all of them share: a minute on a busy machine.
+pytestmark = pytest.mark.timeout(300)
+
 VOCABULARY = 101
 SPLITS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("qwen3", {}, {"tensor_parallel": 2}),

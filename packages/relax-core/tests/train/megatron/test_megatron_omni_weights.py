@@ -9,6 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+# The first test of a session starts the ranks that all of them share: a minute on a busy machine.
+pytestmark = pytest.mark.timeout(300)
+
 KIND = "qwen3_omni_moe_thinker"
 VOCABULARY = 101
 SEQUENCE: dict[str, Any] = {"sequence_parallel": True}

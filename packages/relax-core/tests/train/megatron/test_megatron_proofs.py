@@ -13,6 +13,9 @@ import torch
 from safetensors.torch import load_file
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter, load_balancing_loss_func
 
+# The first test of a session starts the ranks that all of them share: a minute on a busy machine.
+pytestmark = pytest.mark.timeout(300)
+
 VOCABULARY = 101
 WHOLE, TENSOR, PIPELINE = {"data_parallel": 2}, {"tensor_parallel": 2}, {"pipeline_parallel": 2}
 
