@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,9 +12,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from relax.config import ConfigError
 from relax.orchestration import cluster
-from relax.orchestration.cluster import EMBEDDED, _own_sigterm
-from relax.orchestration.launcher import Poll, WorkerStatus
+from relax.orchestration.cluster import EMBEDDED, _own_sigterm, _said_in_words
+from relax.orchestration.launcher import Poll, RoleFailed, WorkerStatus
 from relax.orchestration.train import _follow
 
 
@@ -42,6 +44,34 @@ def test_after_rays_start_sigterm_is_the_runs_again_and_ray_drains_nothing(handl
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     assert signal.getsignal(signal.SIGTERM) is handler
     assert EMBEDDED["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"] == "0"
+
+
+@pytest.mark.parametrize(
+    ("address", "kind", "message"),
+    [
+        (
+            "10.0.0.1:6379",
+            ConfigError,
+            r"ray.address = '10.0.0.1:6379': no Ray is reached there \(gone\); start",
+        ),
+        (None, RoleFailed, "^Ray did not start: gone$"),
+    ],
+)
+def test_a_ray_that_does_not_start_is_said_in_a_line(
+    address: str | None, kind: type[Exception], message: str
+) -> None:
+    with pytest.raises(kind, match=message), _said_in_words(address):
+        raise ConnectionError("gone\nand much more")
+
+
+def test_whether_anybody_listens_at_an_address_is_found_at_once() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as head:
+        at = f"127.0.0.1:{head.getsockname()[1]}"
+        cluster._reach(at)
+        cluster._reach(f"ray://{at}")
+    with pytest.raises(ConnectionRefusedError):
+        cluster._reach(at)
+    cluster._reach("auto")  # which is Ray's to find
 
 
 def test_what_has_a_file_of_rays_folder_open_is_ended_and_nothing_else(

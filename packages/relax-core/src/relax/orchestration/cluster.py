@@ -7,13 +7,16 @@ import os
 import select
 import shutil
 import signal
+import socket
 import tempfile
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import urlsplit
 
-from relax.config import RunConfig
+from relax.config import ConfigError, RunConfig
+from relax.orchestration.launcher import RoleFailed
 from relax.orchestration.plan import plan
 
 THREADS = {
@@ -39,6 +42,9 @@ EMBEDDED = {
 OBJECT_STORE_BYTES = 256 << 20
 """Samples and weights travel over the queue and dcs, so Ray's own store stays small."""
 
+
+REACH_SECONDS = 10.0
+"""Longest wait for a cluster that is visited to take a connection."""
 
 LEAVE_SECONDS = 3.0
 """How long processes of an embedded Ray may take to leave once it has ended; then they are killed."""
@@ -82,6 +88,10 @@ class Daemons:
 def cluster(config: RunConfig, namespace: str) -> Iterator[Daemons]:
     """A Ray with Serve, for as long as the block runs. An embedded one keeps its files in a folder that goes
     with it.
+
+    Raises:
+        RoleFailed: an embedded one did not start.
+        ConfigError: none is reached at `ray.address`.
     """
     embedded = config.ray.address is None
     for name, value in (THREADS | EMBEDDED if embedded else THREADS).items():
@@ -95,7 +105,7 @@ def cluster(config: RunConfig, namespace: str) -> Iterator[Daemons]:
     daemons = Daemons()
     with tempfile.TemporaryDirectory(prefix=f"{FOLDER}{os.getpid()}-", ignore_cleanup_errors=True) as folder:
         try:
-            with _own_sigterm():
+            with _own_sigterm(), _said_in_words(config.ray.address):
                 if embedded:
                     init(
                         num_cpus=config.ray.num_cpus,
@@ -106,6 +116,7 @@ def cluster(config: RunConfig, namespace: str) -> Iterator[Daemons]:
                         _temp_dir=folder,
                     )
                 else:
+                    _reach(config.ray.address)
                     init(address=config.ray.address)
             daemons.watch()
             serve.start(proxy_location="Disabled", logging_config={"log_level": "WARNING"})
@@ -117,6 +128,28 @@ def cluster(config: RunConfig, namespace: str) -> Iterator[Daemons]:
                 ray.shutdown()
             if embedded:
                 _end_users(Path(folder))
+
+
+def _reach(address: str | None) -> None:
+    """Raise OSError where nobody listens at `host:port`: Ray would try for minutes."""
+    where = urlsplit(address if address is not None and "//" in address else f"//{address}")
+    if where.hostname is not None and where.port is not None:
+        socket.create_connection((where.hostname, where.port), REACH_SECONDS).close()
+
+
+@contextlib.contextmanager
+def _said_in_words(address: str | None) -> Iterator[None]:
+    """Ray's start fails with errors of any kind, and of many lines."""
+    try:
+        yield
+    except Exception as error:
+        why = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        if address is not None:
+            raise ConfigError(
+                f"ray.address = {address!r}: no Ray is reached there ({why}); start one (ray start --head), "
+                f"or leave ray.address out for one inside the command"
+            ) from error
+        raise RoleFailed(f"Ray did not start: {why}") from error
 
 
 @contextlib.contextmanager
