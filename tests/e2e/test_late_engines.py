@@ -1,10 +1,13 @@
-"""Engines under Ray whose start takes long, or fails: the run waits, or says why."""
+"""Engines under Ray whose start takes long, or fails: the run waits, or says why, and leaves nothing."""
 
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
+from relax.backends.inference.sglang.process import GUARD
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 SMALL = (
@@ -40,3 +43,38 @@ def test_why_an_engine_could_not_be_built_is_said_where_the_run_ends(command: Ca
     assert "engine-0 failed:" in run.output
     assert "libno.so.1: cannot open shared object file" in run.output
     assert "RayActorError" not in run.output
+
+
+@pytest.mark.parametrize(
+    ("what", "how"),
+    [
+        ("the command", signal.SIGKILL),
+        ("the command", signal.SIGTERM),
+        ("the engine's worker", signal.SIGKILL),
+        ("the guard", signal.SIGKILL),
+    ],
+)
+def test_nothing_of_a_server_that_still_starts_outlives_its_run(
+    command: Callable[..., Any], what: str, how: signal.Signals
+) -> None:
+    started = command("train", *SMALL, "rollout.engine=late_engine:StartingEngine")
+    started.wait_for(lambda: len(parts(started.root)) == 2, timeout=300)
+    family = [psutil.Process(pid) for pid in parts(started.root)]
+    (guard, *_) = (one for one in started.descendants() if str(GUARD) in one.cmdline())
+    worker = guard.parent()
+    assert worker is not None
+    ends = {"the command": started.process.pid, "the engine's worker": worker.pid, "the guard": guard.pid}
+    psutil.Process(ends[what]).send_signal(how)
+    _, alive = psutil.wait_procs(family, timeout=60)
+    assert [process for process in alive if process.status() != psutil.STATUS_ZOMBIE] == []
+    run = started.finish(timeout=120)
+    if what == "the guard":
+        assert "the server did not start: its process ended (killed by SIGKILL)" in run.output
+        assert f"the end of {run.folder}/logs/engine-0.sglang.log:" in run.output
+
+
+def parts(root: Path) -> list[int]:
+    """The processes that a server's log names."""
+    logs = list(root.glob("*/logs/engine-0.sglang.log"))
+    words = logs[0].read_text().split() if logs else []
+    return [int(word) for word in words[1::2]]

@@ -64,7 +64,7 @@ class RolloutSettings(Settings):
     """
     stall_seconds: float = Field(default=120.0, gt=0)
     """An engine that has requests and neither decodes nor commits for so long, though it may answer, is lost:
-    its requests go to another one, and it is started again.
+    its requests go to another one, and it is started again. What its start takes does not count.
     """
     engine_restarts: int = Field(default=3, ge=0)
     """How often in a row an engine that was lost is started again; one that then serves for ten minutes

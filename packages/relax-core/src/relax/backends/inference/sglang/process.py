@@ -146,6 +146,7 @@ class ServerProcess:
 
     def _finished(self) -> None:
         code = self._process.wait()
+        code = code if code >= 0 else 128 - code  # the guard itself was killed
         self._gone.set()
         if self._process.stdin is not None:
             self._process.stdin.close()
