@@ -33,8 +33,10 @@ setup: $(filter .tools/%,$(UV)) ## Install uv if missing, then everything the lo
 train: setup ## Train the quick start: make train ARGS="mode=colocate seed=1"
 	$(BIN)/relax train configs/quickstart.yaml $(ARGS)
 
+# Two workers, a file to each in turn: much of the time of tests is waiting. ARGS="-n 0" runs them in one process.
 test: lint ## Lint, then every test but the slow ones: make test ARGS="-k queue"
-	$(BIN)/python -m pytest -m "not slow" --hypothesis-profile=ci --durations=10 $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow" --hypothesis-profile=ci \
+	  --durations=10 $(ARGS)
 
 test-all: lint docs ## Lint, docs, and every test, slow ones too
 	$(BIN)/python -m pytest --durations=10 $(ARGS)

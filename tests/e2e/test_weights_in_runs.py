@@ -76,7 +76,10 @@ def test_what_is_sent_over_tcp_makes_the_very_run_that_mapped_memory_makes(
 
 @pytest.fixture
 def kill_coordinator(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[int], list[int]]:
-    """Kills the run's weight coordinator once the run has done so many steps; the list gets its pid then."""
+    """Kills the run's weight coordinator once an engine has so many versions; the list gets its pid then.
+
+    Engines say so at once: metrics are written behind the steps, and on a busy machine behind the last.
+    """
 
     def arm(after: int) -> list[int]:
         serve, killed = dcs.serve, []
@@ -86,9 +89,9 @@ def kill_coordinator(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callabl
 
             def kill() -> None:
                 deadline = time.monotonic() + 90
-                metrics = tmp_path / "run" / "metrics.jsonl"
+                taken = tmp_path / "run" / "weights.jsonl"
                 while time.monotonic() < deadline:
-                    if metrics.is_file() and len(metrics.read_text().splitlines()) >= after:
+                    if taken.is_file() and len(taken.read_text().splitlines()) >= after:
                         killed.append(process.pid)
                         os.kill(process.pid, signal.SIGKILL)
                         return
