@@ -1,5 +1,6 @@
 """Write the data files of the demonstrations into configs/data/: the same bytes every time."""
 
+import argparse
 import json
 from pathlib import Path
 
@@ -11,6 +12,7 @@ AMOUNTS = ("more", "many", "lots of", "plenty of", "only", "just")
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__).parse_args()
     FOLDER.mkdir(exist_ok=True)
     _write("sevens", [{"prompt": f"{verb} {amount} 7s"} for verb in VERBS for amount in AMOUNTS])
     _write(

@@ -14,6 +14,7 @@ import zmq
 from dcs.control.messages import (
     PROTOCOL,
     Announcement,
+    Fenced,
     Join,
     Joined,
     Refused,
@@ -116,6 +117,28 @@ def test_a_restarted_publisher_has_a_new_epoch_and_fences_the_old_one(publish_to
     staged = subscribe(TENSORS).next(timeout=10)
     assert staged is not None
     assert (staged.epoch, staged.version) == (new.epoch, 5)
+
+
+def test_a_publish_between_the_end_of_a_membership_and_the_word_of_it_says_why(publish_to, monkeypatch):
+    old = publish_to(TENSORS)
+    old.publish(4, TENSORS)
+    link, told, go_on = old._link, threading.Event(), threading.Event()
+    receive = link._receive
+
+    def later(message: object) -> None:
+        if isinstance(message, Fenced):
+            told.set()
+            go_on.wait(20)
+        receive(message)  # pyright: ignore[reportArgumentType]
+
+    monkeypatch.setattr(link, "_receive", later)
+    publish_to(TENSORS)
+    assert told.wait(10)
+    try:
+        with pytest.raises(dcs.Evicted, match="replaced by a newer incarnation"):
+            old.publish(5, TENSORS)
+    finally:
+        go_on.set()
 
 
 @pytest.mark.parametrize("other", [False, True])

@@ -111,7 +111,7 @@ def test_a_replaced_link_is_fenced_for_good(hub, ear):
     new.join("subscriber", "e")
     fenced = old.await_message(lambda m: isinstance(m, Fenced))
     assert not fenced.rejoin
-    with pytest.raises(CoordinatorLost):
+    with pytest.raises(Evicted, match="replaced by a newer incarnation"):
         old.link.layouts([], 0.2)
 
 

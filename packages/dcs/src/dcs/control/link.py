@@ -120,6 +120,7 @@ class Link:
         self._reconnected = 0.0
         self._lost = False
         self._closing = False
+        self._over: DcsError | None = None  # what ended the membership for good
         self._curve = curve
         self._handshake_fault = ""  # why a connection that was made was of no use
         self._context = zmq.Context()
@@ -173,6 +174,7 @@ class Link:
         """
         with self._lock:
             member = self._member
+            self._raise_if_over()
         if not member:
             raise Rejoining("the lease had lapsed, and the coordinator has not answered since")
         request = next(self._requests)
@@ -221,6 +223,7 @@ class Link:
                 raise self._unanswered(timeout)
             with self._lock:
                 member = self._member
+                self._raise_if_over()
             request = next(self._requests)
             try:
                 reply = self._ask(request, WantLayouts(request, member, wanted), remaining)
@@ -230,8 +233,16 @@ class Link:
             return reply.layouts
 
     def await_membership(self, timeout: float) -> bool:
-        """Wait until the link has joined (again); False when the time is over."""
-        return self._is_member.wait(timeout)
+        """Wait until the link has joined (again); False when the time is over. Raises what ended it."""
+        joined = self._is_member.wait(timeout)
+        with self._lock:
+            self._raise_if_over()
+        return joined
+
+    def _raise_if_over(self) -> None:
+        """With the lock held: the callers' threads may look before they are told."""
+        if self._over is not None:
+            raise self._over
 
     def close(self, reason: str = "") -> None:
         """Leave, with a reason for the publisher to see, and release everything. May be called twice."""
@@ -446,6 +457,7 @@ class Link:
         self._answer(message.request, message)
 
     def _fenced(self, message: Fenced) -> None:
+        error = from_refusal(message.code, message.message, message.detail)
         self._is_member.clear()
         with self._lock:
             self._member = 0
@@ -456,9 +468,9 @@ class Link:
                 )
                 self._outbox.append(encode(self._join))
             else:
-                self._join = None
+                self._join, self._over = None, error
+                self._is_member.set()  # nobody needs to wait for it any more
         self._receive(message)
-        error = from_refusal(message.code, message.message, message.detail)
         self._fail_waiting(Rejoining(message.message) if message.rejoin else error)
 
     def _refused(self, message: Refused) -> None:
@@ -468,10 +480,12 @@ class Link:
             over = self._join is not None and message.request in (0, self._join.request)
             if over:
                 self._join, self._member = None, 0
+                if self._last_member:
+                    self._over = error
+                    self._is_member.set()
         if waiting is not None:
             waiting.future.set_exception(error)
         elif over:
-            self._is_member.clear()
             if self._last_member:
                 self._receive(
                     Fenced(self._last_member, message.code, message.message, message.detail, rejoin=False)

@@ -465,7 +465,7 @@ def _detail(error: DcsError) -> dict[str, str]:
 def _replaced(member: Member) -> Evicted:
     way = "give every engine a name of its own"
     if member.is_publisher:
-        way = "a run has one trainer, whose ranks give one session, new for each start"
+        way = "a run has one trainer, whose ranks give one session, new for each start, and one world_size"
     return Evicted(
         f"{member.join.role} {member.name!r} of run {member.run.name!r} was replaced by a newer incarnation:"
         f" {way}"
