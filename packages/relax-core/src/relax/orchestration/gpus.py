@@ -16,7 +16,7 @@ if "megatron" in sys.argv:  # whoever changes what CUDA is for megatron-core doe
 device = True
 try:
     torch.cuda.current_device()
-except Exception:
+except (AssertionError, RuntimeError):  # a torch for CPUs; no driver, or no device
     device = False
 print(torch.cuda.device_count(), int(device))
 """
