@@ -108,6 +108,12 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
 
 
 @pytest.fixture(scope="session")
+def process_module() -> Callable[[str], Any]:
+    """Gives a module of processes/ by its name: what ranks are held against is in the same place."""
+    return _process_module
+
+
+@pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
     """Folders of tiny models with weights far from 0, by family; made once each."""
     made: dict[tuple[Any, ...], str] = {}

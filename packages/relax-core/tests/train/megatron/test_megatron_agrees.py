@@ -1,7 +1,5 @@
 """One batch, one loss, one gradient: every split comes to what plain transformers comes to in float64."""
 
-import importlib.util
-import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -54,24 +52,8 @@ def _name(split: tuple[str, dict[str, Any], dict[str, Any]]) -> str:
 
 
 @cache
-def _oracle() -> Any:
-    """tests/train/megatron/processes/oracle.py, which a rank process could import by name."""
-    folder = Path(__file__).parent / "processes"
-    sys.path.insert(0, str(folder))
-    try:
-        spec = importlib.util.spec_from_file_location("oracle", folder / "oracle.py")
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        return module
-    finally:
-        sys.path.remove(str(folder))
-
-
-@cache
-def _expected(folder: str) -> Any:
-    return _oracle().one_step(folder, VOCABULARY)
+def _expected(process_module: Callable[[str], Any], folder: str) -> Any:
+    return process_module("oracle").one_step(folder, VOCABULARY)
 
 
 @pytest.mark.parametrize(
@@ -81,11 +63,13 @@ def _expected(folder: str) -> Any:
         for index, split in enumerate(SPLITS)
     ],
 )
-def test_a_split_agrees_with_transformers(split, two: Any, model: Callable[..., str], tmp_path: Path) -> None:
+def test_a_split_agrees_with_transformers(
+    split, two: Any, model: Callable[..., str], process_module: Callable[[str], Any], tmp_path: Path
+) -> None:
     kind, shape, actor = split
     folder = model(kind, **shape)
     answers = two("one_step", folder=folder, actor=actor, out=str(tmp_path), vocabulary=VOCABULARY)
-    expected = _expected(folder)
+    expected = _expected(process_module, folder)
 
     scores: dict[str, torch.Tensor] = {}
     for path in tmp_path.glob("scores.*"):

@@ -1,7 +1,5 @@
 """Qwen3-Omni's thinker on every split: the logprobs, gradients and steps of plain transformers in float64."""
 
-import importlib.util
-import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -42,23 +40,8 @@ def _name(split: tuple[dict[str, Any], dict[str, Any]]) -> str:
 
 
 @cache
-def _oracle() -> Any:
-    folder = Path(__file__).parent / "processes"
-    sys.path.insert(0, str(folder))
-    try:
-        spec = importlib.util.spec_from_file_location("oracle", folder / "oracle.py")
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        return module
-    finally:
-        sys.path.remove(str(folder))
-
-
-@cache
-def _expected(folder: str) -> Any:
-    return _oracle().one_step(folder, VOCABULARY)
+def _expected(process_module: Callable[[str], Any], folder: str) -> Any:
+    return process_module("oracle").one_step(folder, VOCABULARY)
 
 
 @pytest.mark.parametrize(
@@ -69,12 +52,12 @@ def _expected(folder: str) -> Any:
     ],
 )
 def test_a_split_that_hears_agrees_with_transformers(
-    split, two: Any, model: Callable[..., str], tmp_path: Path
+    split, two: Any, model: Callable[..., str], process_module: Callable[[str], Any], tmp_path: Path
 ) -> None:
     shape, actor = split
     folder = model(KIND, tied=False, **shape)
     answers = two("one_step", folder=folder, actor=actor, out=str(tmp_path), vocabulary=VOCABULARY)
-    expected = _expected(folder)
+    expected = _expected(process_module, folder)
 
     if not actor.get("megatron", {}).get("distributed_optimizer"):
         grads = load_file(tmp_path / "grads")

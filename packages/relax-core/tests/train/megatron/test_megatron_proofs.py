@@ -1,10 +1,7 @@
 """A checkpoint of one rank a layer loads cut in two, either way, and balancing losses are what papers say."""
 
-import importlib.util
 import itertools
-import sys
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -57,26 +54,16 @@ def test_a_checkpoint_loads_under_another_split_with_equal_logits(
     assert first[0]["steps"] == then[0]["steps"] == 3
 
 
-@cache
-def _processes(name: str) -> Any:
-    folder = Path(__file__).parent / "processes"
-    sys.path.insert(0, str(folder))
-    try:
-        spec = importlib.util.spec_from_file_location(name, folder / f"{name}.py")
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        return module
-    finally:
-        sys.path.remove(str(folder))
-
-
-def _expected(folder: str, count: int, of: Callable[[list[torch.Tensor]], torch.Tensor]) -> dict[str, Any]:
+def _expected(
+    process_module: Callable[[str], Any],
+    folder: str,
+    count: int,
+    of: Callable[[list[torch.Tensor]], torch.Tensor],
+) -> dict[str, Any]:
     """Gradient of the sum over micro-batches of (marked tokens) x (a loss of the routers' logits), from
     transformers in float64.
     """
-    oracle, problem = _processes("oracle"), _processes("problem")
+    oracle, problem = process_module("oracle"), process_module("problem")
     model = oracle.load(folder)
     seen: dict[int, list[torch.Tensor]] = {}
     routers = [module for module in model.modules() if isinstance(module, Qwen3MoeTopKRouter)]
@@ -133,7 +120,13 @@ COEFFICIENT = 0.3
 )
 @pytest.mark.parametrize("kind", ["aux_loss", "z_loss"])
 def test_balancing_losses_have_the_gradient_of_their_equations(
-    kind: str, actor: dict[str, Any], count: int, two: Any, model: Callable[..., str], tmp_path: Path
+    kind: str,
+    actor: dict[str, Any],
+    count: int,
+    two: Any,
+    model: Callable[..., str],
+    process_module: Callable[[str], Any],
+    tmp_path: Path,
 ) -> None:
     folder = model("qwen3_moe")  # 4 experts, 2 a token, 2 layers
     megatron = {kind: COEFFICIENT, "sequence_parallel": "tensor_parallel" in actor}
@@ -149,7 +142,7 @@ def test_balancing_losses_have_the_gradient_of_their_equations(
     def plain(logits: list[torch.Tensor]) -> torch.Tensor:
         return COEFFICIENT * (_switch(logits, 2, 4) if kind == "aux_loss" else _z(logits))
 
-    expected = _expected(folder, count, plain)
+    expected = _expected(process_module, folder, count, plain)
     found = load_file(tmp_path / "grads")
     routers = [name for name in expected if name.endswith("mlp.gate.weight")]
     assert len(routers) == 2

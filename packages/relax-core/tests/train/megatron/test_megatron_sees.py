@@ -1,7 +1,5 @@
 """Qwen3-VL on every split: the logprobs, gradients and steps of plain transformers in float64."""
 
-import importlib.util
-import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -57,23 +55,8 @@ def _name(split: tuple[str, dict[str, Any], dict[str, Any]]) -> str:
 
 
 @cache
-def _oracle() -> Any:
-    folder = Path(__file__).parent / "processes"
-    sys.path.insert(0, str(folder))
-    try:
-        spec = importlib.util.spec_from_file_location("oracle", folder / "oracle.py")
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        return module
-    finally:
-        sys.path.remove(str(folder))
-
-
-@cache
-def _expected(folder: str, frozen: tuple[str, ...] = ()) -> Any:
-    return _oracle().one_step(folder, VOCABULARY, frozen=frozen)
+def _expected(process_module: Callable[[str], Any], folder: str, frozen: tuple[str, ...] = ()) -> Any:
+    return process_module("oracle").one_step(folder, VOCABULARY, frozen=frozen)
 
 
 @pytest.mark.parametrize(
@@ -84,12 +67,12 @@ def _expected(folder: str, frozen: tuple[str, ...] = ()) -> Any:
     ],
 )
 def test_a_split_that_sees_agrees_with_transformers(
-    split, two: Any, model: Callable[..., str], tmp_path: Path
+    split, two: Any, model: Callable[..., str], process_module: Callable[[str], Any], tmp_path: Path
 ) -> None:
     kind, shape, actor = split
     folder = model(kind, **shape)
     answers = two("one_step", folder=folder, actor=actor, out=str(tmp_path), vocabulary=VOCABULARY)
-    _require_equal(answers, actor, tmp_path, _expected(folder), towers=20)
+    _require_equal(answers, actor, tmp_path, _expected(process_module, folder), towers=20)
 
 
 @pytest.mark.parametrize(
@@ -105,16 +88,17 @@ def test_what_is_frozen_stays_and_the_rest_steps_as_with_transformers(
     actor: dict[str, Any],
     two: Any,
     model: Callable[..., str],
+    process_module: Callable[[str], Any],
     tmp_path: Path,
 ) -> None:
     folder, actor = model(kind), actor | {"freeze": list(frozen)}
     answers = two("one_step", folder=folder, actor=actor, out=str(tmp_path), vocabulary=VOCABULARY)
-    expected = _expected(folder, frozen)
+    expected = _expected(process_module, folder, frozen)
     _require_equal(answers, actor, tmp_path, expected)
     # What no gradient was expected of is published all the same, with the very bits that it had.
     weights, before = (
         load_file(tmp_path / "weights"),
-        _oracle().split(load_file(Path(folder) / "model.safetensors")),
+        process_module("oracle").split(load_file(Path(folder) / "model.safetensors")),
     )
     still = [name for name in weights if name not in expected["grads"]]
     assert still
