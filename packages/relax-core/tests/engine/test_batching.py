@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from agentic import Generation, GenerationRequest, Sampling
 from relax.backends.inference.base import FinishedGeneration, Health, UpdateReport
+from relax.backends.inference.errors import InvalidRequest
 from relax.engine.batching import Coalescing, Lockstep
 
 
@@ -55,6 +56,29 @@ async def test_requests_of_one_loop_turn_are_one_call() -> None:
     answers = await asyncio.gather(*(front.generate(request(f"r{i}", i + 5)) for i in range(4)))
     assert engine.calls == [["r0", "r1", "r2", "r3"]]
     assert [int(answer.tokens[0]) for answer in answers] == [5, 6, 7, 8]
+
+
+async def test_a_request_that_cannot_be_served_fails_alone() -> None:
+    """The others of its call, which may be of other groups, are asked again."""
+
+    class Picky(Recorder):
+        async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[FinishedGeneration]:
+            if len(requests) > 1:
+                async for finished in super().generate(requests[-1:]):
+                    yield finished
+            if any(request.id == "bad" for request in requests):
+                raise InvalidRequest("too long")
+            async for finished in super().generate(requests):
+                yield finished
+
+    engine = Picky()
+    front = Coalescing(engine)
+    asked = [front.generate(request(name, token)) for token, name in enumerate(("a", "bad", "b", "c"), 5)]
+    answers = await asyncio.gather(*asked, return_exceptions=True)
+    assert [str(error) for error in answers if isinstance(error, InvalidRequest)] == ["too long"]
+    assert [int(one.tokens[0]) for one in answers if isinstance(one, Generation)] == [5, 7, 8]
+    assert engine.calls == [["c"], ["a"], ["b"]]  # and not c again, which was there already
+    await front.close()
 
 
 async def test_lockstep_waits_for_every_live_episode_and_sends_by_id() -> None:

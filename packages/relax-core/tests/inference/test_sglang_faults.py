@@ -45,6 +45,7 @@ class Server:
     info: dict[str, Any] = field(default_factory=lambda: {"max_req_input_len": 66, "tp_size": 1})
     steps: int = 0
     silent: bool = False
+    poison: str = ""
     calls: list[tuple[str, Any]] = field(default_factory=list)
 
     async def get(self, request: web.Request) -> web.Response:
@@ -60,6 +61,8 @@ class Server:
         body = await request.json()
         self.calls.append((request.path, body))
         status = self.status.get(request.path, 200)
+        if self.poison and any(rid.endswith(self.poison) for rid in body.get("rid", ())):
+            status = 500
         if status != 200:
             return web.Response(status=status, text="no")
         if request.path != "/generate":
@@ -158,14 +161,28 @@ async def for_ever(answer: web.StreamResponse) -> None:
         (saying(piece(0, [5], 1, "length"), "data: [DONE]\n\n"), "there is room for 8"),
         (saying(piece(0, [5], 3)), "tokens 2 to 3 of its answer, and 0 have come"),
         (saying(piece(0, [], 0, "stop"), "data: [DONE]\n\n"), "was stopped by None"),
-        (saying('data: {"error": {"message": "busy", "code": 503}}\n\n'), "answered 503: busy"),
+        (saying('data: {"error": {"message": "busy", "code": 503}}\n\n'), "answered 503: busy, 8 times"),
+        (saying(piece(0, [50], 1)), "token 50 was sampled, and the vocabulary is 0 to 49"),
+        (saying(piece(0, [-1], 1)), "token -1 was sampled"),
+        (saying(piece(0, list(range(9)), 9)), "has sampled 9 tokens, and 8 were asked for"),
+        (saying(piece(0, [5], 1, output_token_logprobs=[[None, 5, None]])), "with the logprob None"),
+        (saying(piece(0, [5], 1, output_token_logprobs=[[0.5, 5, None]])), "with the logprob 0.5"),
+        (saying(piece(0, [5], 1, output_token_logprobs=[[float("nan"), 5, None]])), "what is no answer"),
+        (saying(piece(0, [5], 1, output_token_logprobs=[["-1", 5, None]])), "what is no answer"),
+        (saying(piece(0, [5], 1, output_token_logprobs=[[-1.0, 5.5, None]])), "what is no answer"),
+        (saying(piece(0, [5], 1, output_token_logprobs=[])), "tokens 1 to 1 of its answer, and 0 have come"),
+        (saying(piece(0, [5], -1)), "tokens -2 to -1 of its answer"),
+        (saying(piece(0, [5] * 8, 8, "length", weight_version="3")), "answered by version 3, and 0 is"),
+        (saying(piece(0, [5] * 8, 8, "length", weight_version="mine")), "the weights 'mine'"),
+        (saying(piece(0, [5] * 8, 8, "length"), piece(0, [5] * 8, 8, "length")), "about request 0 of 2"),
     ],
 )
 async def test_a_server_that_speaks_nonsense_or_breaks_off_is_lost(talk, message, server, start):
     server.talk = talk
+    names = "abcdefgh" if "8 times" in message else "ab" if "of 2" in message else "r"
     async with start() as engine:
         with pytest.raises(EngineLost, match=message):
-            await read(engine, ask("r"))
+            await read(engine, ask(*names))
         with pytest.raises(EngineLost, match=message):
             engine.generate(ask("r"))
         assert not (await engine.health()).alive
@@ -208,6 +225,81 @@ async def test_a_refusal_fails_its_call_and_the_engine_serves_on(server, start):
                 await asyncio.sleep(0.01)  # the other of the call that failed half way
 
 
+async def answered(answer: web.StreamResponse, body: dict[str, Any]) -> None:
+    for index, _ in enumerate(body["rid"]):
+        await answer.write(piece(index, list(range(8)), 8, "length").encode())
+    await answer.write(b"data: [DONE]\n\n")
+
+
+def of(body: dict[str, Any]) -> list[str]:
+    return [rid.rpartition(".")[2] for rid in body["rid"]]
+
+
+async def test_an_error_of_the_server_is_asked_again_each_request_alone(server, start):
+    """Nobody knows whose error it was: what came of the call is forgotten, and the rest of it ended there."""
+    calls: list[list[str]] = []
+
+    async def talk(server: Server, answer: web.StreamResponse, body: dict[str, Any]) -> None:
+        calls.append(of(body))
+        if len(calls) > 1:
+            await answered(answer, body)
+        else:
+            fault = {"error": {"message": "out of memory", "code": 500}}
+            await answer.write((piece(1, [7], 1) + f"data: {json.dumps(fault)}\n\n").encode())
+
+    server.talk = talk
+    async with start(health_seconds=10.0) as engine:
+        answers = await read(engine, ask("a", "b", "c"))
+        assert (await engine.health()).alive
+    assert calls[0] == ["a", "b", "c"]
+    assert sorted(calls[1:]) == [["a"], ["b"], ["c"]]
+    assert {name: one.tokens.tolist() for name, one in answers.items()} == {
+        name: [*range(8)] for name in "abc"
+    }
+    first = next(body["rid"] for path, body in server.calls if path == "/generate")
+    ended = [body["rid"] for path, body in server.calls if path == "/abort_request"]
+    assert sorted(ended) == sorted(first)
+
+
+@pytest.mark.parametrize("how", ["a message", "a status", "an end"])
+async def test_a_request_that_a_server_cannot_serve_fails_alone(how, server, start):
+    """Neither is the engine lost for it, again and again, nor is the request asked for without an end."""
+    tries = []
+
+    async def talk(server: Server, answer: web.StreamResponse, body: dict[str, Any]) -> None:
+        if "poison" not in of(body):
+            await answered(answer, body)
+            return
+        tries.append(body)
+        if how == "a message":
+            await answer.write(b'data: {"error": {"message": "no room", "code": 500}}\n\n')
+        else:
+            reason = {"type": "abort", "message": "no room", "status_code": 500}
+            await answer.write(piece(0, [5], 1, finish_reason=reason).encode() + b"data: [DONE]\n\n")
+
+    server.talk = talk
+    server.poison = "poison" if how == "a status" else ""
+    async with start(health_seconds=10.0) as engine:
+        for _ in range(4):  # more faults than lose an engine, but with answers between
+            with pytest.raises(InvalidRequest, match=r"'poison' was refused .*, 3 times: .* 500: no"):
+                await read(engine, ask("poison"))
+            assert len((await read(engine, ask("good")))["good"].tokens) == 8
+        assert (await engine.health()).alive
+    assert len(tries) == (0 if how == "a status" else 12)
+
+
+async def test_a_server_that_drips_without_a_token_is_lost(server, start):
+    async def dripping(answer: web.StreamResponse) -> None:
+        while True:
+            await answer.write(piece(0, [], 1).encode() + b": still there\n\n")
+            await asyncio.sleep(STALL_SECONDS / 20)
+
+    server.talk = saying(piece(0, [5], 1), then=dripping)
+    async with start() as engine:
+        with pytest.raises(EngineLost, match="has 1 requests and has not got on for"):
+            await read(engine, ask("r"))
+
+
 @pytest.mark.parametrize("silent", [False, True])
 async def test_a_server_that_does_not_get_on_is_lost_whether_or_not_it_answers(silent, server, start):
     server.talk = saying(piece(0, [5], 1), then=for_ever)
@@ -243,9 +335,18 @@ async def test_health_of_a_silent_server_keeps_its_numbers(server, start):
     assert (silent.alive, silent.decode_steps) == (True, 4)
 
 
-async def test_a_version_that_did_not_go_in_whole_loses_the_engine(server, start):
-    async with start() as engine:
-        server.status["/update_weights_from_tensor"] = 500
+@pytest.mark.parametrize(
+    ("weights", "path"),
+    [
+        ("tensor", "/update_weights_from_tensor"),
+        ("tensor", "/end_weight_update"),
+        ("disk", "/update_weights_from_disk"),
+        ("disk", "/continue_generation"),
+    ],
+)
+async def test_a_version_that_did_not_go_in_whole_loses_the_engine(weights, path, server, start):
+    async with start(weights=weights) as engine:
+        server.status[path] = 500
         await engine.begin_update(1, {"w": torch.ones(4, 3)})
         waiting = asyncio.ensure_future(engine.wait_version(1, 20.0))
         with pytest.raises(EngineLost, match="version 1 failed half way"):

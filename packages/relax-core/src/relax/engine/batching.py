@@ -12,7 +12,7 @@ from typing import Protocol
 from agentic import Generation, GenerationRequest
 
 from relax.backends.inference.base import FinishedGeneration
-from relax.backends.inference.errors import EngineLost
+from relax.backends.inference.errors import EngineLost, InvalidRequest
 
 LAST_WORDS_SECONDS = 1.0
 """For calls on a lost engine to end by themselves, with what they know of their answers."""
@@ -63,6 +63,12 @@ class _Front:
         try:
             async for finished in self._engine.generate(requests):
                 self._settle(finished.id, finished.generation)
+        except InvalidRequest as error:
+            rest = [request for request in requests if request.id in self._open]
+            if len(requests) == 1:
+                self._settle(requests[0].id, error)
+            for request in rest if len(requests) > 1 else ():
+                self._send([request])  # one of them is at fault, and fails alone
         except BaseException as error:
             for request in requests:
                 self._settle(request.id, error)

@@ -18,6 +18,9 @@ from agentic.generation import FinishReason, VersionSpan
 from relax.backends.inference.errors import EngineError
 from relax.backends.routes import InvalidRoutes, Routing, narrowed
 
+LOGPROB_MOST = 1e-3
+"""No token is more likely than certain; what rounding adds to 0 is less than this."""
+
 
 class BadAnswer(EngineError):
     """A server said something that is no answer to what it was asked."""
@@ -91,6 +94,8 @@ class Answer:
         request: what is asked for.
         limit: most tokens that there is room for.
         captured: what the server tells of routes, when they are wanted.
+        vocabulary: token ids are below it.
+        faults: how often the server has answered it with an error of its own.
         rid: the name of the running call's request on the server.
         aborted: somebody has asked for its end.
         asked: the server has it.
@@ -104,6 +109,8 @@ class Answer:
     request: GenerationRequest
     limit: int
     captured: Captured | None = None
+    vocabulary: int = 1 << 31
+    faults: int = 0
     rid: str = ""
     aborted: bool = False
     asked: bool = False
@@ -164,7 +171,8 @@ class Answer:
         """Add what is new of the running call; returns how many tokens.
 
         Raises:
-            BadAnswer: a gap, a logprob that is no number, or a version that is none of ours.
+            BadAnswer: a gap, more tokens than were asked for, a token that there is not, a logprob that is
+                none, or a version that is none of ours.
         """
         entries, total = meta.output_token_logprobs, meta.output_token_logprobs_length
         have = len(self.tokens) - self.kept
@@ -175,13 +183,23 @@ class Answer:
                 f"and {have} have come before"
             )
         new = entries[have - first :]
+        if len(new) > self.room:
+            raise BadAnswer(
+                f"request {self.request.id!r}: the server has sampled {len(self.tokens) + len(new)} tokens, "
+                f"and {self.limit} were asked for"
+            )
         for logprob, token, _ in new:
-            if logprob is None or not np.isfinite(logprob):
+            if not 0 <= token < self.vocabulary:
+                raise BadAnswer(
+                    f"request {self.request.id!r}: token {token} was sampled, and the vocabulary is 0 to "
+                    f"{self.vocabulary - 1}: the server has another model"
+                )
+            if logprob is None or not np.isfinite(logprob) or logprob > LOGPROB_MOST:
                 raise BadAnswer(
                     f"request {self.request.id!r}: token {token} was sampled with the logprob {logprob}: the "
                     f"model computes values that are no numbers"
                 )
-            self.tokens.append(int(token))
+            self.tokens.append(token)
             self.logprobs.append(float(logprob))
         if meta.finish_reason is not None:
             self._close(meta)

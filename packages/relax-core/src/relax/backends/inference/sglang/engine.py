@@ -3,7 +3,6 @@
 import asyncio
 import itertools
 import secrets
-import time
 from collections.abc import Coroutine, Mapping, Sequence
 from typing import Self
 
@@ -23,16 +22,22 @@ from relax.backends.inference.errors import (
     NotReady,
 )
 from relax.backends.inference.sglang.answers import Answer, BadAnswer, Finish
-from relax.backends.inference.sglang.client import Load, ServerGone, ServerRefused, ServerSilent, SglangClient
+from relax.backends.inference.sglang.client import ServerGone, ServerRefused, ServerSilent, SglangClient
 from relax.backends.inference.sglang.launch import Launched, launch
 from relax.backends.inference.sglang.model import ServedModel
 from relax.backends.inference.sglang.pictures import Pictures
+from relax.backends.inference.sglang.progress import Progress
 from relax.backends.inference.sglang.requests import body
 from relax.backends.inference.sglang.versions import VersionPusher
 from relax.backends.inference.streams import GenerationStream
 
 NO_WEIGHTS = -1
 """The version of an engine that has committed none."""
+
+FAULTS_OF_A_REQUEST, FAULTS_IN_A_ROW = 3, 8
+"""So many errors of a server's own (a status of 500 and more) are too many: for one request, which then fails
+alone, and without a whole answer between them, which loses the engine.
+"""
 
 LOOKS = 4
 """How often a server that has requests is looked at within `rollout.stall_seconds`."""
@@ -48,7 +53,9 @@ class SglangEngine:
     (`rollout.sglang.pause`), and every token names the version that sampled it.
 
     A server that dies, that answers nonsense, or that has requests and does not get on is lost for good: all
-    that waits raises `EngineLost`, with the tokens that had come, and a launched server is ended.
+    that waits raises `EngineLost`, with the tokens that had come, and a launched server is ended. One that
+    answers a request with an error of its own is asked again, each request alone: what it cannot serve
+    then fails alone, and only errors without an end lose the engine.
     """
 
     def __init__(self, spec: EngineSpec, launched: Launched) -> None:
@@ -70,7 +77,8 @@ class SglangEngine:
         self._count = itertools.count()
         self._open: dict[str, tuple[Answer, GenerationStream]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._version = NO_WEIGHTS
+        self._version = self._newest = NO_WEIGHTS  # served; served or being put in
+        self._faults = 0
         self._staged: tuple[int, dict[str, Tensor]] | None = None
         self._serving = asyncio.Event()
         self._serving.set()
@@ -78,13 +86,7 @@ class SglangEngine:
         self._awaiting: list[tuple[int, asyncio.Future[int]]] = []
 
         self._committing = False
-        self._load = Load(0, 0, 0, 0, 0)
-        self._prefills = 0
-        self._generated = 0
-        self._busy_seconds = 0.0
-        self._busy_since: float | None = None
-        self._moved = time.monotonic()
-        self._busy = asyncio.Event()
+        self._progress = Progress()
         self._spawn(self._watch())
         if self._process is not None:
             self._spawn(self._follow_process())
@@ -134,7 +136,7 @@ class SglangEngine:
         answers: list[Answer] = []
         for request in requests:
             limit = min(request.sampling.max_new_tokens, self._capacity - len(request.tokens))
-            answers.append(Answer(request, limit, self._captured))
+            answers.append(Answer(request, limit, self._captured, self._model.vocabulary))
             self._open[request.id] = (answers[-1], stream)
         if answers:
             self._note_busy()
@@ -199,8 +201,7 @@ class SglangEngine:
                 self._check_prompt(answer, piece.prompt_token_ids)
                 unseen.discard(piece.index)
             new = answer.take(meta)
-            self._generated += new
-            self._moved = time.monotonic()
+            self._progress.came(new)
             if meta.finish_reason is None:
                 if answer.aborted and new == len(answer.tokens) - answer.kept:
                     # It was given up before the server knew of it, and did not hear that.
@@ -208,6 +209,7 @@ class SglangEngine:
                 continue
             running.discard(piece.index)
             answer.asked = False
+            self._check_versions(answer)
             if self._seen_by_others(answer):
                 answer.forget()
                 if not answer.aborted:
@@ -233,17 +235,20 @@ class SglangEngine:
                 f'\'{{"image": {{"do_resize": false}}}}\''
             )
 
+    def _check_versions(self, answer: Answer) -> None:
+        """Only what was served when it was asked, and what was put in since, may have answered."""
+        for version in answer.other_versions:
+            if not answer.version <= version <= self._newest:
+                raise BadAnswer(
+                    f"request {answer.request.id!r} was answered by version {version}, and {self._version} "
+                    f"is served; somebody else has changed the server's weights"
+                )
+
     def _seen_by_others(self, answer: Answer) -> bool:
         """Whether a call came to a server that stood still for a version, and was answered by that one. Its
         files name the version before: what they show may be what that one's vision tower saw.
         """
-        others = answer.other_versions if answer.pictures and self._pusher.resumes else []
-        if others and not self._committing and self._version == answer.version:
-            raise BadAnswer(
-                f"request {answer.request.id!r} was answered by version {others[0]}, and {self._version} is "
-                f"served; somebody else has changed the server's weights"
-            )
-        return bool(others)
+        return bool(answer.pictures and self._pusher.resumes and answer.other_versions)
 
     def _goes_on(self, answer: Answer, finish: Finish) -> bool:
         """Deliver an answer that is whole; True when it has to be asked again with what it has."""
@@ -272,28 +277,55 @@ class SglangEngine:
     def _deliver(self, answer: Answer, reason: FinishReason) -> None:
         found = self._open.pop(answer.request.id, None)
         self._note_busy()
+        if reason != "abort":
+            self._faults = 0
         if found is not None:
             found[1].put([FinishedGeneration(answer.request.id, answer.generation(reason))])
 
     def _refuse(self, answers: Sequence[Answer], refused: ServerRefused) -> None:
-        """The server does not take a request, so the call it belongs to fails; one that has an error of its
-        own is lost.
+        """The server does not take a request, so the call it belongs to fails; or it has an error of its own,
+        which may be over, or that of another request of the call: each is asked again alone.
         """
+        answers = [answer for answer in answers if self._is_open(answer)]
         if refused.status >= 500:
-            self._lose(f"{refused}{self._log_tail()}")
-            return
+            self._faults += 1
+            if self._faults >= FAULTS_IN_A_ROW:
+                self._lose(f"{refused}, {self._faults} times without an answer between{self._log_tail()}")
+                return
+            again = []
+            for answer in answers:
+                answer.faults += 1
+                again += [answer] * (answer.faults < FAULTS_OF_A_REQUEST)
+            if again:
+                self._spawn(self._ask_alone(again))
+            answers = [answer for answer in answers if answer.faults >= FAULTS_OF_A_REQUEST]
         for answer in answers:
-            named = f"request {answer.request.id!r} was refused by {self._client.url}: {refused}"
+            times = f", {answer.faults} times" if answer.faults > 1 else ""
+            named = f"request {answer.request.id!r} was refused by {self._client.url}{times}: {refused}"
             self._fail([answer], InvalidRequest(named))
 
-    def _fail(self, answers: Sequence[Answer], error: InvalidRequest) -> None:
+    async def _ask_alone(self, answers: Sequence[Answer]) -> None:
+        """Ask again, one call each, for what a call has failed to bring."""
+        await self._abort(answers)
         for answer in answers:
-            found = self._open.pop(answer.request.id, None)
-            if found is not None:
-                found[1].fail(error)
-        left = [answer for answer in answers if answer.asked]
-        if left:
-            self._spawn(self._abort(left))
+            answer.asked = False
+            answer.forget()
+            self._spawn(self._ask([answer]))
+
+    def _is_open(self, answer: Answer) -> bool:
+        return self._open.get(answer.request.id, (None,))[0] is answer
+
+    def _fail(self, answers: Sequence[Answer], error: InvalidRequest) -> None:
+        """Fail the calls of `generate` that these belong to, and give up what else they asked for."""
+        failed = {self._open[answer.request.id][1] for answer in answers if self._is_open(answer)}
+        rest = [answer for answer, stream in self._open.values() if stream in failed]
+        for answer in rest:
+            del self._open[answer.request.id]
+            answer.aborted = True
+        for stream in failed:
+            stream.fail(error)
+        if any(answer.asked for answer in rest):
+            self._spawn(self._abort(rest))
         self._note_busy()
 
     # Weights
@@ -336,7 +368,7 @@ class SglangEngine:
         if self._committing:
             raise InvalidUpdate(f"version {version} is to be committed while another commit is under way")
         _, tensors = self._staged
-        self._staged, self._committing = None, True
+        self._staged, self._committing, self._newest = None, True, version
         held = [answer for answer, _ in self._open.values() if answer.asked]
         for answer in held:
             answer.hold(interrupted=self._pusher.resumes)
@@ -346,6 +378,7 @@ class SglangEngine:
         try:
             pause = await asyncio.shield(self._pushing)
         except dcs.LayoutMismatch as error:
+            self._newest = self._version  # the server was not spoken to
             raise InvalidUpdate(f"version {version} does not fit {self._client.url}: {error}") from error
         except dcs.DcsError as error:
             self._lose(await self._why(error))
@@ -353,7 +386,7 @@ class SglangEngine:
             raise
         finally:
             self._committing = False
-            self._moved = time.monotonic()
+            self._progress.moved()
             self._serving.set()
         self._check_open()  # it may have been lost or closed meanwhile
         self._version = version
@@ -394,24 +427,22 @@ class SglangEngine:
         alive = self._end is None
         if alive:
             try:
-                self._note_load(await self._client.load())
+                self._progress.note_load(await self._client.load())
             except ServerSilent:
                 pass  # it may still come back; `decode_steps` stays where it was
             except (ServerGone, ServerRefused, BadAnswer) as error:
                 self._lose(await self._why(error))
                 alive = False
-        busy = self._busy_seconds
-        if self._busy_since is not None:
-            busy += time.monotonic() - self._busy_since
+        progress = self._progress
         return Health(
             alive=alive,
             version=self._version,
-            running=self._load.running if alive else 0,
-            waiting=self._load.waiting if alive else 0,
+            running=progress.load.running if alive else 0,
+            waiting=progress.load.waiting if alive else 0,
             capacity=self._max_running,
-            decode_steps=self._load.decode_steps + self._prefills,
-            generated_tokens=self._generated,
-            busy_seconds=busy,
+            decode_steps=progress.steps,
+            generated_tokens=progress.generated,
+            busy_seconds=progress.busy_seconds,
         )
 
     async def close(self) -> None:
@@ -448,15 +479,15 @@ class SglangEngine:
         """See that a server with requests gets on; one that does not is lost."""
         pause = self._stall_seconds / LOOKS
         while True:
-            await self._busy.wait()
+            await self._progress.busy.wait()
             try:
-                self._note_load(await self._client.load())
+                self._progress.note_load(await self._client.load())
             except ServerSilent:
                 pass
             except (ServerGone, ServerRefused, BadAnswer) as error:
                 self._lose(await self._why(error))
                 return
-            still = time.monotonic() - self._moved
+            still = self._progress.still_seconds
             if self._open and not self._committing and still >= self._stall_seconds:
                 self._lose(
                     f"it has {len(self._open)} requests and has not got on for {still:.0f} s "
@@ -514,27 +545,9 @@ class SglangEngine:
         if self._end is not None:
             raise EngineClosed("the engine is closed")
 
-    def _note_load(self, load: Load) -> None:
-        before, self._load = self._load, load
-        if load.prefilled != before.prefilled:
-            self._prefills += 1
-        if (load.prefilled, load.decode_steps, load.decoded) != (
-            before.prefilled,
-            before.decode_steps,
-            before.decoded,
-        ):
-            self._moved = time.monotonic()
-
     def _note_busy(self) -> None:
         """Requests have come or gone."""
-        now, busy = time.monotonic(), bool(self._open) and self._end is None
-        if busy and self._busy_since is None:
-            self._busy_since = self._moved = now
-            self._busy.set()
-        elif not busy and self._busy_since is not None:
-            self._busy_seconds += now - self._busy_since
-            self._busy_since = None
-            self._busy.clear()
+        self._progress.note_requests(bool(self._open) and self._end is None)
 
     def _spawn(self, what: Coroutine[object, object, None]) -> None:
         task = asyncio.create_task(what)
