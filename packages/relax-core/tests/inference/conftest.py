@@ -16,6 +16,16 @@ from relax.backends.tiny import write_tiny
 from torch import Tensor
 
 CONTEXT = 256
+SHOWN = (
+    "pixel_values",
+    "image_grid_thw",
+    "pixel_values_videos",
+    "video_grid_thw",
+    "video_second_per_grid",
+    "input_features",
+    "feature_attention_mask",
+)
+"""What transformers' processors make of images, video and sound."""
 
 
 class Oracle:
@@ -24,7 +34,7 @@ class Oracle:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.model = build_model(folder)
-        names = ("image_token_id", "video_token_id")
+        names = ("image_token_id", "video_token_id", "audio_token_id")
         config = self.model.config
         self.placeholders = [getattr(config, name) for name in names if hasattr(config, name)]
         self._own = dict(named_weights(self.model))
@@ -64,19 +74,45 @@ class Oracle:
         Placeholders of media, which no policy may say, have -inf.
         """
         tokens = torch.from_numpy(np.concatenate([prompt, response]).astype(np.int64))[None]
-        extra: dict[str, Any] = {}
-        if media:
-            extra = {
-                name: torch.from_numpy(np.concatenate([item[name] for item in media]))
-                for name in ("pixel_values", "image_grid_thw")
-            }
-            extra["mm_token_type_ids"] = (tokens == self.model.config.image_token_id).long()
+        extra = self._shown(tokens, media, len(prompt)) if media else {}
         with torch.inference_mode():
             for name, tensor in weights.items():
                 self._own[name].copy_(tensor)
             logits = self.model(input_ids=tokens, use_cache=False, **extra).logits[0]
             logits[:, self.placeholders] = -torch.inf
             return torch.log_softmax(logits[len(prompt) - 1 : -1] / (temperature or 1.0), dim=-1).numpy()
+
+    def _shown(self, tokens: Tensor, media: Sequence[Mapping[str, Any]], prompt: int) -> dict[str, Any]:
+        """What the model's own forward takes for the items of one row."""
+        found: dict[str, Any] = {}
+        for name in SHOWN:
+            parts = [np.asarray(item[name]) for item in media if name in item]
+            if parts and parts[0].ndim == 3:  # sounds are padded to the longest
+                widest = max(part.shape[2] for part in parts)
+                parts = [np.pad(part, ((0, 0), (0, 0), (0, widest - part.shape[2]))) for part in parts]
+            elif parts and name == "feature_attention_mask":
+                widest = max(part.shape[1] for part in parts)
+                parts = [np.pad(part, ((0, 0), (0, widest - part.shape[1]))) for part in parts]
+            if parts:
+                found[name] = torch.from_numpy(np.concatenate(parts))
+        config = self.model.config
+        if hasattr(config, "audio_token_id"):
+            talks = any({"input_features", "pixel_values_videos"} <= item.keys() for item in media)
+            text = tokens.clone()
+            text[:, prompt:] = 10  # transformers takes a sampled `<|audio_start|>` for one more sound
+            model: Any = self.model
+            positions, _ = model.get_rope_index(
+                text,
+                found.get("image_grid_thw"),
+                found.get("video_grid_thw"),
+                torch.ones_like(tokens),
+                talks,
+                found["feature_attention_mask"].sum(-1) if "feature_attention_mask" in found else None,
+                found.get("video_second_per_grid"),
+            )
+            return found | {"position_ids": positions, "use_audio_in_video": talks}
+        kinds = (tokens == config.image_token_id).long() + 2 * (tokens == config.video_token_id).long()
+        return found | {"mm_token_type_ids": kinds}
 
     def worst(self, request: GenerationRequest, generation: Generation) -> float:
         """The largest |logprob difference| over the tokens, each against the version that sampled it."""
@@ -133,6 +169,11 @@ def text_oracle(tmp_path_factory: pytest.TempPathFactory) -> Oracle:
 @pytest.fixture(scope="session")
 def vision_oracle(tmp_path_factory: pytest.TempPathFactory) -> Oracle:
     return Oracle(write_tiny(tmp_path_factory.mktemp("vision"), "qwen3_vl", max_position_embeddings=CONTEXT))
+
+
+@pytest.fixture(scope="session")
+def omni_oracle(tmp_path_factory: pytest.TempPathFactory) -> Oracle:
+    return Oracle(write_tiny(tmp_path_factory.mktemp("omni"), "qwen3_omni", max_position_embeddings=512))
 
 
 @pytest.fixture(params=sorted(FACTORIES))

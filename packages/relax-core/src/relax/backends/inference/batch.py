@@ -39,7 +39,7 @@ class RunningBatch:
         self._top_k = np.zeros(slots, np.int64)
         self._stops = np.full((slots, 1), _NO_TOKEN, np.int64)
         self._limits = np.zeros(slots, np.int64)
-        self._offsets = np.zeros(slots, np.int64)
+        self._offsets = np.zeros(slots, np.float64)
         self._lengths = np.zeros(
             slots, np.int64
         )  # tokens whose KV is in the slot: all but the last sampled one
@@ -62,7 +62,7 @@ class RunningBatch:
         contexts: dict[bytes, Context] = {}
         slots: dict[bytes, list[int]] = {}
         for row, request in enumerate(requests, start):
-            context = Context(request.tokens.astype(np.int64), request.media)
+            context = Context.of(request.tokens, request.media)
             contexts.setdefault(key := context.key, context)
             slots.setdefault(key, []).append(row)
             self._enter(row, request)
@@ -105,9 +105,7 @@ class RunningBatch:
             self._close_span(row)
             # The last sampled token is not in the slot yet: the next step feeds it.
             sampled = self._tokens[row, : self._counts[row] - 1]
-            contexts.append(
-                Context(np.concatenate([request.tokens, sampled]).astype(np.int64), request.media)
-            )
+            contexts.append(Context.of(np.concatenate([request.tokens, sampled]), request.media))
         self.version = version
         if contexts:
             routes = [self._routes.of(row) for row in range(len(contexts))] if self._routes else []

@@ -8,6 +8,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+FILE = "file"
+"""Of a media item: what it was made from, encoded, for engines that take files; nothing here looks at it."""
+
 _PREFILL_TOKENS = 4096
 """A prefill is cut into pieces of about this many tokens, padding included, to bound its masks' memory."""
 
@@ -18,6 +21,12 @@ class Context:
 
     tokens: NDArray[np.int64]
     media: Sequence[Mapping[str, Any]]
+
+    @classmethod
+    def of(cls, tokens: NDArray[np.integer[Any]], media: Sequence[Mapping[str, Any]]) -> "Context":
+        """From tokens of any width and the items of a request."""
+        kept = [{name: value for name, value in item.items() if name != FILE} for item in media]
+        return cls(tokens.astype(np.int64), kept)
 
     @property
     def key(self) -> bytes:

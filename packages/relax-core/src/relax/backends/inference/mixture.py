@@ -11,13 +11,13 @@ class Mixture:
     """The routed block of one layer; its weights stay the model's parameters.
 
     Args:
-        block: a Qwen3MoeSparseMoeBlock.
+        block: a Qwen3MoeSparseMoeBlock, or that of Qwen3-VL or a Qwen3-Omni thinker.
     """
 
     def __init__(self, block: Any) -> None:
         self._gate, self._experts = block.gate, block.experts
         self._top_k: int = block.gate.top_k
-        self._normalised: bool = block.gate.norm_topk_prob
+        self._normalised: bool = getattr(block.gate, "norm_topk_prob", True)  # Qwen3-VL's always are
 
     def choose(self, hidden: Tensor) -> Tensor:
         """Of [tokens, hidden] the experts of each token, best first: int64 [tokens, top_k]."""

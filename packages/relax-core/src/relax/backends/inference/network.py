@@ -1,7 +1,7 @@
 """A Hugging Face model over a slot cache: prefill prompts into slots, decode one token for every running row.
 
-Text of Qwen3, Qwen3-MoE and Qwen3-VL goes through `TextTower`; images and other families through the model's
-own forward, with explicit masks and positions.
+Text layers of Qwen3, Qwen3-MoE, Qwen3-VL and Qwen3-Omni thinkers are `TextTower`'s, also where something is
+shown (`media`); other families go through the model's own forward, with explicit masks and positions.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from relax.backends.inference.contexts import Context, pieces
 from relax.backends.inference.errors import EngineError, InvalidRequest, InvalidUpdate
+from relax.backends.inference.media import senses_of
 from relax.backends.inference.slots import ATTENTION, SlotCache
 from relax.backends.inference.tower import TextTower, serves
 from relax.backends.models import build_model, named_weights, text_config, torch_dtype, unsampled_tokens
@@ -28,12 +29,13 @@ class Prefilled:
 
     Attributes:
         logits: of the next token, [contexts, vocabulary].
-        offsets: what to add to a later token's index to get its position (not 0 only after images).
+        offsets: what to add to a later token's index to get its position (not 0 only after media; between
+            two whole numbers only after video of a Qwen3-Omni).
         routes: [tokens, layers, top_k] of each; empty unless routes are captured.
     """
 
     logits: Tensor
-    offsets: list[int]
+    offsets: list[float]
     routes: list[Routes]
 
 
@@ -82,6 +84,7 @@ class Network:
         self.capacity = context if capacity is None else capacity
         self.vocabulary = int(text.vocab_size)
         self._tower = TextTower(self._model) if serves(text) else None
+        self._senses = None if self._tower is None else senses_of(self._model)
         self.routing = self._captured_routing(folder) if capture else None
         self.layout = {name: tensor for name, tensor in named_weights(self._model)}
         self._cache = SlotCache(text.num_hidden_layers, slots, self.capacity, self._dtype, self.device)
@@ -103,11 +106,11 @@ class Network:
                 f"routes are to be captured, but model type {kind!r} in {str(folder)!r} is dense: it has no "
                 f"experts to choose from; set actor.routing_replay=false"
             )
-        if self._tower is None or hasattr(self._model.config, "vision_config"):
+        if self._tower is None or (hasattr(self._model.config, "vision_config") and self._senses is None):
             raise EngineError(
                 f"routes are to be captured, but of model type {kind!r} in {str(folder)!r} the transformers "
-                f"engine cannot tell them (it can of qwen3_moe); set actor.routing_replay=false or take "
-                f"rollout.engine=sglang"
+                f"engine cannot tell them (it can of Qwen3's mixtures of experts); set "
+                f"actor.routing_replay=false or take rollout.engine=sglang"
             )
         return routing
 
@@ -138,6 +141,9 @@ class Network:
         self._check_media(request)
 
     def _check_media(self, request: GenerationRequest) -> None:
+        if self._senses is not None:
+            self._senses.check(request)
+            return
         if request.media and not self._placeholders:
             raise InvalidRequest(
                 f"request {request.id!r} carries {len(request.media)} media items; "
@@ -147,7 +153,10 @@ class Network:
             return
         image, video = self._placeholders
         if (request.tokens == video).any():
-            raise InvalidRequest(f"request {request.id!r} holds video placeholders; this engine takes images")
+            raise InvalidRequest(
+                f"request {request.id!r} holds video placeholders; of model type "
+                f"{self._model.config.model_type!r} this engine takes images only"
+            )
         have = int((request.tokens == image).sum())
         need = 0
         for index, item in enumerate(request.media):
@@ -165,7 +174,7 @@ class Network:
 
     def prefill(self, contexts: Sequence[Context], slots: Sequence[Sequence[int]]) -> Prefilled:
         """Compute the KV of each context once and copy it into each of its slots."""
-        offsets = [0] * len(contexts)
+        offsets = [0.0] * len(contexts)
         rows: list[Tensor] = [torch.empty(0)] * len(contexts)
         routes: dict[int, Routes] = {}
         for piece in pieces([len(context.tokens) for context in contexts]):
@@ -224,7 +233,7 @@ class Network:
         logits: bool,
         into: list[Tensor] | None = None,
         follow: Tensor | None = None,
-    ) -> tuple[Tensor | None, list[int]]:
+    ) -> tuple[Tensor | None, Sequence[float]]:
         contexts, slots = [contexts[index] for index in piece], [slots[index] for index in piece]
         lengths = [len(context.tokens) for context in contexts]
         width = max(lengths)
@@ -235,13 +244,15 @@ class Network:
         ids = torch.from_numpy(tokens).to(self.device)
         mask = self._prefill_mask(pads, width)
         self._cache.begin_prefill()
-        if self._tower is not None and not any(context.media for context in contexts):
+        shows = any(context.media for context in contexts)
+        if self._tower is not None and (self._senses is not None or not shows):
             steps = torch.arange(width)[None] - torch.tensor(pads)[:, None]
             places = steps.clamp_(min=0).to(self.device)
+            shown = self._senses.show(contexts, pads, width) if self._senses is not None and shows else None
             found = self._tower.prefill(
-                ids, places, mask, self._cache, logits=logits, into=into, follow=follow
+                ids, places, mask, self._cache, logits=logits, into=into, follow=follow, shown=shown
             )
-            offsets = [0] * len(contexts)
+            offsets = [0.0] * len(contexts) if shown is None else shown.offsets
         else:
             positions, offsets = self._positions(contexts, pads, width)
             output = self._model(
@@ -264,7 +275,7 @@ class Network:
         self,
         tokens: NDArray[np.int64],
         lengths: NDArray[np.int64],
-        offsets: NDArray[np.int64],
+        offsets: NDArray[np.float64],
         into: list[Tensor] | None = None,
     ) -> Tensor:
         """Feed one token to each of the slots 0 to rows-1; returns the next's logits [rows, vocabulary].
@@ -272,15 +283,18 @@ class Network:
         Args:
             tokens: int64 [rows].
             lengths: int64 [rows], tokens each row already has in its slot; the new one is written there.
-            offsets: int64 [rows], see `Prefilled`.
+            offsets: float64 [rows], see `Prefilled`.
             into: where the experts chosen are added, int64 [rows, top_k] for each routing layer.
         """
         mask = self._cache.begin_decode(lengths)
         places = lengths + offsets
-        positions = torch.from_numpy(places).to(self.device)
+        whole = places.astype(np.int64)
+        positions = torch.from_numpy(whole if (whole == places).all() else places.astype(np.float32)).to(
+            self.device
+        )
         ids = torch.from_numpy(tokens).to(self.device)
         if self._tower is not None:
-            return self._tower.decode(ids, positions, mask, self._cache, int(places.max()), into)
+            return self._tower.decode(ids, positions, mask, self._cache, int(whole.max()), into)
         positions = positions[:, None]
         output = self._model(
             input_ids=ids[:, None],
@@ -332,10 +346,10 @@ class Network:
 
     def _positions(
         self, contexts: Sequence[Context], pads: Sequence[int], width: int
-    ) -> tuple[Tensor, list[int]]:
+    ) -> tuple[Tensor, list[float]]:
         steps = torch.arange(width)[None] - torch.tensor(pads)[:, None]
         positions = steps.clamp(min=0)
-        offsets = [0] * len(contexts)
+        offsets = [0.0] * len(contexts)
         if self._placeholders:
             positions = positions.expand(3, -1, -1).clone()
             for row, context in enumerate(contexts):
@@ -343,7 +357,7 @@ class Network:
                     positions[:, row, pads[row] :], offsets[row] = self._rope_index(context)
         return positions.to(self.device), offsets
 
-    def _rope_index(self, context: Context) -> tuple[Tensor, int]:
+    def _rope_index(self, context: Context) -> tuple[Tensor, float]:
         kinds = np.zeros(len(context.tokens), np.int64)
         for token, kind in self._placeholders.items():
             kinds[context.tokens == token] = kind
@@ -353,7 +367,7 @@ class Network:
             torch.from_numpy(kinds)[None],
             image_grid_thw=torch.from_numpy(grids),
         )
-        return positions[:, 0], int(offset)
+        return positions[:, 0], float(offset)
 
     def _prefill_mask(self, pads: Sequence[int], width: int) -> Tensor | None:
         if not any(pads):

@@ -1,4 +1,4 @@
-"""The text layers of Qwen3, Qwen3-MoE and Qwen3-VL as plain functions over a slot cache.
+"""The text layers of Qwen3, Qwen3-MoE, Qwen3-VL and Qwen3-Omni thinkers as plain functions over a slot cache.
 
 Around a small model the modules, wrappers and kernel launches of transformers' forward are most of a decode
 step, and around any model its last layer computes every position of a prefill where one is asked for. Other
@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, rms_norm, silu
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from relax.backends.inference.media import Shown
 from relax.backends.inference.mixture import Mixture
 from relax.backends.inference.slots import SlotCache, attention
 
-_MODEL_TYPES = {"qwen3", "qwen3_moe", "qwen3_vl_text"}
+_MODEL_TYPES = {"qwen3", "qwen3_moe", "qwen3_vl_text", "qwen3_vl_moe_text", "qwen3_omni_moe_text"}
 _MOVING_ROPES = {"dynamic", "longrope"}
 """Rotary embeddings whose frequencies depend on how long the sequence is."""
 
@@ -61,7 +62,7 @@ class TextTower:
 
         Args:
             tokens: int64 [rows].
-            positions: int64 [rows].
+            positions: int64 [rows]; float32 where one is between two whole ones.
             mask: [rows, 1, 1, width], added to scores.
             cache: where keys and values are and go.
             last: the highest position.
@@ -88,6 +89,7 @@ class TextTower:
         logits: bool,
         into: list[Tensor] | None = None,
         follow: Tensor | None = None,
+        shown: Shown | None = None,
     ) -> Tensor | None:
         """Whole left-padded sequences, after `cache.begin_prefill`.
 
@@ -100,18 +102,24 @@ class TextTower:
             into: where the experts chosen are added, int64 [rows * length, top_k] for each routing layer.
             follow: int64 [routing layers, rows * length, top_k], experts that are taken instead of choosing
                 any; with `logits=False` only.
+            shown: what rows are shown; its positions count, then, instead of `positions`.
 
         Returns:
             Logits after each row's last token [rows, vocabulary], if asked for.
         """
         rows, length = tokens.shape
-        hidden, cos, sin = self._begin(tokens, positions.flatten(), length)
+        if shown is None:
+            hidden, cos, sin = self._begin(tokens, positions.flatten(), length)
+        else:
+            hidden, cos, sin = self._begin_shown(tokens, shown)
         for index, (layer, slots) in enumerate(zip(self._layers, cache.kv, strict=True)):
             query, key, value = layer.project(hidden, cos, sin, length)
             slots.update(key, value)
             if index < len(self._layers) - 1:
                 hidden = layer.attended(hidden, attention(query, key, value, mask, layer.scaling))
                 hidden = layer.finish(hidden, into, layer.part_of(follow))
+                if shown is not None and index < len(shown.deep):
+                    hidden = hidden.index_add(0, shown.seen, shown.deep[index].to(hidden.dtype))
                 continue
             # Of the last layer one position a row is read, or none.
             if not logits:
@@ -129,20 +137,30 @@ class TextTower:
                 hidden = hidden.view(rows, length, -1)[:, -1]
                 chosen = into[-1].view(rows, length, -1)[:, -1]
             hidden = layer.finish(hidden, follow=chosen)
+            if shown is not None and index < len(shown.deep):
+                deep = hidden.new_zeros(rows * length, hidden.shape[1])
+                deep[shown.seen] = shown.deep[index].to(hidden.dtype)
+                hidden = hidden + deep.view(rows, length, -1)[:, -1]
         return self._logits(hidden)
+
+    def _begin_shown(self, tokens: Tensor, shown: Shown) -> tuple[Tensor, Tensor, Tensor]:
+        hidden = self._embedding(tokens).flatten(0, 1)
+        hidden = hidden.index_copy(0, shown.at, shown.features.to(hidden.dtype))
+        turns = _signed(*self._rotary(hidden, shown.positions)).flatten(0, 1)
+        return hidden, turns[:, 0], turns[:, 1]
 
     def _begin(self, tokens: Tensor, positions: Tensor, last: int) -> tuple[Tensor, Tensor, Tensor]:
         hidden = self._embedding(tokens).flatten(0, 1)
+        if positions.is_floating_point():
+            turns = _signed(*self._rotary(hidden, positions[None]))[0]
+            return hidden, turns[:, 0], turns[:, 1]
         if last >= len(self._turns):
             self._turns = self._turns_to(1 << max(last, 255).bit_length(), hidden)
         turns = self._turns[positions]
         return hidden, turns[:, 0], turns[:, 1]
 
     def _turns_to(self, count: int, like: Tensor) -> Tensor:
-        cos, sin = self._rotary(like, torch.arange(count, device=like.device)[None])
-        half = cos.shape[-1] // 2
-        signed = torch.cat((-sin[..., :half], sin[..., half:]), dim=-1)
-        return torch.stack((cos[0], signed[0]), dim=1)[:, :, None]
+        return _signed(*self._rotary(like, torch.arange(count, device=like.device)[None]))[0]
 
     def _logits(self, hidden: Tensor) -> Tensor:
         return linear(_normed(hidden, self._norm), self._head.weight, self._head.bias)
@@ -207,6 +225,15 @@ class _Layer:
             return hidden + self.mixture(normed, into, follow)
         inner = silu(linear(normed, self._gate.weight)).mul_(linear(normed, self._up.weight))
         return _added(hidden, inner, self._down)
+
+
+def _signed(cos: Tensor, sin: Tensor) -> Tensor:
+    """[rows, length, 2, 1, head_dim] of [rows, length, head_dim] each: the sines with the sign of what they
+    multiply.
+    """
+    half = cos.shape[-1] // 2
+    signed = torch.cat((-sin[..., :half], sin[..., half:]), dim=-1)
+    return torch.stack((cos, signed), dim=2)[:, :, :, None]
 
 
 def _normed(hidden: Tensor, norm: Any) -> Tensor:

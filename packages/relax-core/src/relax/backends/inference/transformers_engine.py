@@ -47,7 +47,8 @@ _CLOSE_SECONDS = 120.0
 
 
 class TransformersEngine:
-    """An `InferenceEngine` over a Hugging Face causal language model or Qwen3-VL.
+    """An `InferenceEngine` over a Hugging Face causal language model, Qwen3-VL (images, video) or a
+    Qwen3-Omni thinker (images, video, sound).
 
     Requests join and leave between decode steps; the rows in flight decode together, each at its own length.
     Equal prompts of one admission are prefilled once. Logprobs are of the temperature-scaled distribution
@@ -66,7 +67,8 @@ class TransformersEngine:
         max_running: requests that decode together; more wait, first come first served.
         capacity_tokens: the longest prompt and response together; None is the model's context.
         torch_threads: threads of one operation.
-        capture_routes: tell with every generation which experts its tokens were sent to; of qwen3_moe only.
+        capture_routes: tell with every generation which experts its tokens were sent to; of Qwen3's mixtures
+            of experts, those that see and hear among them.
         log: where decisions are recorded, if anywhere.
         replay: events of a log to follow to the letter; after the last one the engine goes on live.
 
