@@ -12,6 +12,7 @@ from importlib.metadata import version
 import msgspec
 
 from dcs import keyfile
+from dcs.control.address import TOKEN_VARIABLE, require_token_of_command
 from dcs.control.coordinator import LEASE_SECONDS, Coordinator
 from dcs.control.process import Failed, Ready
 from dcs.errors import DcsError
@@ -87,7 +88,11 @@ def _add_serve(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def _serve(options: argparse.Namespace) -> int:
-    token = os.environ.get("DCS_TOKEN")
+    token = os.environ.get(TOKEN_VARIABLE)
+    if options.parent is None:  # else a program started it, and is told what it has to give
+        require_token_of_command(options.host, token, "the coordinator")
+        if options.http_port is not None:
+            require_token_of_command(options.http_host, token, "the HTTP server of the coordinator")
     keys = None if options.curve_secret_file is None else keyfile.read(options.curve_secret_file)
     reader, writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     previous = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGTERM, signal.SIGINT)}

@@ -9,6 +9,12 @@ class DcsError(Exception):
     code: ClassVar[str] = "error"
 
 
+class InvalidArgument(DcsError, ValueError, TypeError):
+    """An argument that cannot be meant; nothing was opened. Also what Python itself would have raised."""
+
+    code = "argument"
+
+
 class Closed(DcsError):
     """The object was closed, so the call cannot be served."""
 

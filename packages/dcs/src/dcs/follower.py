@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from dcs.appliers.version import Applied
-from dcs.errors import ApplyFailed, Closed, DcsError, Timeout
+from dcs.arguments import require_timeout, require_whole
+from dcs.errors import ApplyFailed, Closed, DcsError, LayoutMismatch, Timeout
 
 if TYPE_CHECKING:
     from dcs.staged import Staged
@@ -22,7 +24,7 @@ class Follower:
 
     Attributes:
         version: the version applied last; `after` before the first.
-        error: why it ended, or None.
+        error: why it ended, or `LayoutMismatch` while it waits for a publisher whose layout fits; or None.
     """
 
     def __init__(self, subscriber: Subscriber, apply: Callable[[Staged], None], after: int) -> None:
@@ -38,9 +40,10 @@ class Follower:
         self._thread.start()
 
     def wait_for(self, version: int, timeout: float) -> int:
-        """Wait until `version` or a newer one is applied and return it; raises `Timeout`, or why it ended."""
+        """Wait until `version` or a newer one is applied and return it; raises `Timeout`, or `error`."""
+        version, within = require_whole(version, "version", -math.inf), require_timeout(timeout)
         with self._changed:
-            self._changed.wait_for(lambda: self.version >= version or self.error, timeout)
+            self._changed.wait_for(lambda: self.version >= version or self.error, within)
             if self.version >= version:
                 return self.version
             if self.error is not None:
@@ -63,7 +66,13 @@ class Follower:
         error: DcsError | None = ApplyFailed("the function given to follow has ended its thread")
         try:
             while True:
-                staged = self._subscriber.next(self.version, _ASK_SECONDS)
+                try:
+                    staged = self._subscriber.next(self.version, _ASK_SECONDS)
+                except LayoutMismatch as unfit:
+                    self._tell(unfit)
+                    self._subscriber.await_fitting()
+                    self._tell(None)
+                    continue
                 if staged is not None:
                     self._take(staged)
         except Closed:
@@ -76,6 +85,9 @@ class Follower:
 
     def _end(self, error: DcsError) -> None:
         self._subscriber.fail(error)
+        self._tell(error)
+
+    def _tell(self, error: DcsError | None) -> None:
         with self._changed:
             self.error = error
             self._changed.notify_all()

@@ -6,7 +6,15 @@ from collections.abc import Sequence
 from typing import Literal, Protocol
 
 from dcs.control.messages import Announcement, Receipt, RunState, Source
-from dcs.errors import Closed, DcsError, NoMemory, ProtocolError, PublisherLost, Unacknowledged
+from dcs.errors import (
+    Closed,
+    DcsError,
+    LayoutMismatch,
+    NoMemory,
+    ProtocolError,
+    PublisherLost,
+    Unacknowledged,
+)
 from dcs.layout import Layout
 from dcs.memory.mirrors import Mirrors
 from dcs.memory.shelf import Copy, Shelf, Superseded
@@ -53,6 +61,7 @@ class Intake:
         self.target: Announcement | None = None
         self.broken: DcsError | None = None
         self.trouble: DcsError | None = None
+        self._unfit: DcsError | None = None  # while the run's ranks have another layout
         self.closed = False
         self._name = name
         self._group = group
@@ -146,7 +155,15 @@ class Intake:
         """The coordinator has let this subscriber in, perhaps anew."""
         self._lease_seconds = lease_seconds
         self._highest = (-1, -1)
+        self._unfit = None
         self.see(state)
+
+    def shut_out(self, error: DcsError) -> None:
+        """The coordinator has ended the membership: for good, or until ranks with a layout that fits come."""
+        if isinstance(error, LayoutMismatch):
+            self._unfit, self.target = error, None
+        else:
+            self.broken = error
 
     def see(self, state: RunState) -> None:
         """The coordinator says how the run stands."""
@@ -182,9 +199,16 @@ class Intake:
             return Closed("this subscriber was closed")
         if self.broken is not None:
             return self.broken
+        if self._unfit is not None:
+            return self._unfit
         if self._given_up is not None and self._given_up[0] == self.target:
             return self._given_up[1]
         return None
+
+    def await_fitting(self) -> None:
+        """Wait until this subscriber's layout is not what stands in the way, or it is closed."""
+        with self.changed:
+            self.changed.wait_for(lambda: not isinstance(self.obstacle(), LayoutMismatch))
 
     def waits_for_group(self) -> DcsError | None:
         """Why a version that is ready is not given out, when that is for the group's sake."""

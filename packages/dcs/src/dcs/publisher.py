@@ -1,6 +1,6 @@
 """The side that trains: freezes a version into a staging buffer, announces it, and serves it."""
 
-import operator
+import math
 import os
 import threading
 import time
@@ -14,12 +14,17 @@ import torch
 from dcs import manifest as manifests
 from dcs.arguments import (
     WIRES,
+    require_address,
     require_chunk_bytes,
     require_collective,
     require_device,
+    require_host,
+    require_kind,
     require_label,
     require_layout,
     require_port,
+    require_seconds,
+    require_whole,
     require_wires,
 )
 from dcs.control.address import require_reachable, require_token
@@ -35,17 +40,20 @@ from dcs.control.messages import (
     Roster,
     Store,
 )
-from dcs.errors import Closed, CoordinatorLost, DcsError, StaleVersion, Timeout, from_refusal
+from dcs.errors import Closed, CoordinatorLost, DcsError, InvalidArgument, StaleVersion, Timeout, from_refusal
 from dcs.layout import Layout
 from dcs.manifest import CHUNK_BYTES
 from dcs.memory.arena import Arena, check
 from dcs.memory.shelf import Copy, Shelf, whole
+from dcs.scarcity import opening
 from dcs.ticket import Ticket, ranks_behind
 from dcs.wire.chunks import unit_of
 from dcs.wire.collective import CollectiveStore
 from dcs.wire.gathering import Broadcaster
 from dcs.wire.server import ChunkServer
 from dcs.wire.tls import Tls
+
+_MOST_RANKS = 1 << 20
 
 
 class Publisher:
@@ -106,20 +114,30 @@ class Publisher:
         supersede_after: float = 5.0,
         timeout: float = 10.0,
     ) -> None:
-        if not 0 <= rank < world_size:
-            raise DcsError(f"rank {rank} of {world_size} ranks; ranks count from 0")
+        world_size = require_whole(world_size, "world_size", 1, _MOST_RANKS)
+        rank = require_whole(rank, "rank", 0)
+        if rank >= world_size:
+            raise InvalidArgument(f"rank {rank} of {world_size} ranks; ranks count from 0")
         if session is None and world_size > 1:
-            raise DcsError(
+            raise InvalidArgument(
                 f"rank {rank} of {world_size} needs a session: a name that all ranks of this start share, and"
                 " no other start has, such as the launcher's run id and restart count"
             )
+        require_address(address, "the coordinator")
         require_label(run, "run")
+        if session is not None:
+            require_label(session, "session")
         require_layout(layout)
-        require_port(port, "its server of chunks")
+        require_kind(tls, Tls, "tls", "dcs.Tls(certificate, key, authority)")
+        require_kind(curve, MemberKeys, "curve", "dcs.MemberKeys.of(the coordinator's public key)")
+        require_host(host, "host")
+        port = require_port(port, "its server of chunks")
         require_device(device)
         require_wires(wires)
         require_collective(collective, collective_seconds, world_size)
         require_chunk_bytes(chunk_bytes)
+        require_seconds(supersede_after, "supersede_after", zero=True)
+        require_seconds(timeout, "timeout")
         require_token(host, token, "the publisher")
         require_reachable(host, advertise, "the publisher")
         self.run = run
@@ -161,10 +179,11 @@ class Publisher:
         self.endpoint = self._server.endpoint(advertise or host)
         self._store: CollectiveStore | None = None
         self._broadcaster: Broadcaster | None = None
-        if collective:
-            self._store = CollectiveStore(host)
-            self._broadcaster = Broadcaster(self._shelf, collective_seconds, device)
         try:
+            if collective:
+                with opening("the store of its broadcasts"):
+                    self._store = CollectiveStore(host)
+                    self._broadcaster = Broadcaster(self._shelf, collective_seconds, device)
             self._link = Link(address, self._receive, self._coordinator_changed, curve=curve)
             try:
                 join = Join(
@@ -210,8 +229,9 @@ class Publisher:
         `Timeout` (another rank is behind), `NoMemory`. After an error nothing of it is served, and the
         version may be published again.
         """
+        self._raise_if_forked()
         check(tensors, self.layout, cast=True)
-        version = operator.index(version)
+        version = require_whole(version, "version", -math.inf)
         with self._publishing:
             self._await_coordinator()
             self._raise_if_unusable()
@@ -341,9 +361,12 @@ class Publisher:
                 lambda: not isinstance(self._error, CoordinatorLost) or self._closed, self._timeout
             )
 
-    def _raise_if_unusable(self) -> None:
+    def _raise_if_forked(self) -> None:
+        """Before any lock is taken: the child's copy of one may be held by a thread that it does not have."""
         if os.getpid() != self._pid:
             raise DcsError(f"this publisher belongs to process {self._pid}; make one in this process")
+
+    def _raise_if_unusable(self) -> None:
         with self._lock:
             if self._closed:
                 raise Closed("this publisher was closed")

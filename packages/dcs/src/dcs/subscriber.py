@@ -1,6 +1,6 @@
 """The side that serves: brings each new version into a staging slot, verifies it, and hands it over whole."""
 
-import operator
+import math
 import os
 from collections.abc import Callable, Sequence
 from types import TracebackType
@@ -10,13 +10,20 @@ import torch
 
 from dcs.arguments import (
     WIRES,
+    require_address,
+    require_call,
     require_chunk_bytes,
     require_collective,
     require_device,
     require_group,
+    require_host,
+    require_kind,
     require_label,
     require_layout,
     require_port,
+    require_seconds,
+    require_timeout,
+    require_whole,
     require_wires,
 )
 from dcs.control.address import require_reachable, require_token
@@ -54,6 +61,7 @@ from dcs.wire.server import ChunkServer
 from dcs.wire.tls import Tls
 
 _BACKOFF_SECONDS = (0.05, 1.0)  # between two attempts: the first, doubling up to the second
+_MOST_STREAMS = 64
 _PATIENCE_SECONDS = 2.0  # that a peer is made to wait for a version which has not begun to come here
 
 
@@ -116,17 +124,23 @@ class Subscriber:
         progress: Callable[[int, int, int], None] | None = None,
         timeout: float = 10.0,
     ) -> None:
+        require_address(address, "the coordinator")
         require_label(run, "run")
         require_layout(layout)
-        require_port(port, "its server of chunks")
+        require_kind(tls, Tls, "tls", "dcs.Tls(certificate, key, authority)")
+        require_kind(curve, MemberKeys, "curve", "dcs.MemberKeys.of(the coordinator's public key)")
+        require_host(host, "host")
+        port = require_port(port, "its server of chunks")
         require_device(device)
         require_label(name, "name")
         require_wires(wires)
         require_collective(collective, collective_seconds)
         require_group(group, group_size)
-        if streams < 1:
-            raise DcsError(f"streams is {streams}; there has to be one")
+        streams = require_whole(streams, "streams", 1, _MOST_STREAMS)
+        require_label(site, "site", empty=True)
+        require_call(progress, "progress", optional=True)
         require_chunk_bytes(chunk_bytes)
+        require_seconds(timeout, "timeout")
         require_token(host, token, f"subscriber {name!r}")
         require_reachable(host, advertise, f"subscriber {name!r}")
         self._pid = os.getpid()
@@ -159,22 +173,22 @@ class Subscriber:
                 identity=tls,
                 who=f"subscriber {name!r}",
             )
-        puller = Puller(
-            self._intake.shelf,
-            layout,
-            chunk_bytes,
-            hello=self._hello,
-            layouts=lambda wanted: self._link.layouts(wanted, timeout),
-            wires=wires,
-            streams=streams,
-            delta=delta,
-            progress=progress,
-            tls=tls,
-            groups=Groups(collective_seconds, device) if collective else None,
-            departed=self._intake.has_departed,
-            stopped=lambda: self._intake.stopped,
-        )
         try:
+            puller = Puller(
+                self._intake.shelf,
+                layout,
+                chunk_bytes,
+                hello=self._hello,
+                layouts=lambda wanted: self._link.layouts(wanted, timeout),
+                wires=wires,
+                streams=streams,
+                delta=delta,
+                progress=progress,
+                tls=tls,
+                groups=Groups(collective_seconds, device) if collective else None,
+                departed=self._intake.has_departed,
+                stopped=lambda: self._intake.stopped,
+            )
             self._link = Link(address, self._receive, self._coordinator_changed, curve=curve)
             try:
                 endpoint = None if self._server is None else self._server.endpoint(advertise or host)
@@ -206,20 +220,19 @@ class Subscriber:
         """The newest version above `after` that is whole and verified here, or None after `timeout` seconds.
 
         Acknowledge or release it before calling again, else `Unacknowledged`. Raises `Closed`,
-        `LayoutMismatch` (a publisher with another layout joined), `Evicted` (another subscriber took this
-        name), `CorruptChunk` (the newest version cannot be had undamaged), `Unauthorized`, `ApplyFailed`.
+        `LayoutMismatch` (while the run's publisher is one with another layout), `Evicted` (another subscriber
+        took this name), `CorruptChunk` (the newest version cannot be had undamaged), `Unauthorized`,
+        `ApplyFailed`.
         """
+        self._raise_if_forked()
+        after, timeout = require_whole(after, "after", -math.inf), require_timeout(timeout)
         with self._intake.changed:
             self._intake.raise_if_unusable()
         if self._followers and not self._followers[-1].is_here():
             raise DcsError(
                 f"the versions of subscriber {self.name!r} are taken by follow(); make another one"
             )
-        if os.getpid() != self._pid:
-            raise DcsError(
-                f"subscriber {self.name!r} belongs to process {self._pid}; make one in this process"
-            )
-        slot = self._intake.take(operator.index(after), float(timeout))
+        slot = self._intake.take(after, timeout)
         if slot is None:
             return None
         target = slot.target
@@ -240,6 +253,8 @@ class Subscriber:
 
         Raises `Timeout`, `StaleVersion` when a newer one has replaced `version`, or as `next`.
         """
+        if version is not None:
+            version = require_whole(version, "version", 0)
         staged = self.next(-1 if version is None else version - 1, timeout)
         if staged is None:
             health = self.health()
@@ -273,7 +288,9 @@ class Subscriber:
         When `apply` raises, this subscriber leaves the run, as what it serves is of no known version:
         `health().error`, `Follower.error` and the publisher's ticket say so.
         """
-        follower = Follower(self, apply, after)
+        self._raise_if_forked()
+        require_call(apply, "apply")
+        follower = Follower(self, apply, require_whole(after, "after", -math.inf))
         with self._intake.changed:
             self._intake.raise_if_unusable()
             if self._followers:
@@ -285,6 +302,7 @@ class Subscriber:
 
     def health(self) -> Health:
         """What is known now about coordinator, publisher and versions."""
+        self._raise_if_forked()
         intake = self._intake
         with intake.changed:
             ready = intake.slots.having(SlotState.READY)
@@ -310,6 +328,10 @@ class Subscriber:
                 staging,
                 error,
             )
+
+    def await_fitting(self) -> None:
+        """Wait while the run's publisher is one with another layout, and this is not closed."""
+        self._intake.await_fitting()
 
     def fail(self, error: DcsError) -> None:
         """Leave the run for good because what this side serves can no longer be vouched for."""
@@ -346,7 +368,7 @@ class Subscriber:
                 case RunState():
                     self._intake.see(message)
                 case Fenced() if not message.rejoin:
-                    self._intake.broken = from_refusal(message.code, message.message, message.detail)
+                    self._intake.shut_out(from_refusal(message.code, message.message, message.detail))
                 case Refused():
                     self._intake.broken = from_refusal(message.code, message.message, message.detail)
                 case _:
@@ -378,6 +400,13 @@ class Subscriber:
                 return
             acked = self._acked = Acked(staged.epoch, staged.version, staged.transfer_seconds, pause)
         self._link.report(acked=acked)
+
+    def _raise_if_forked(self) -> None:
+        """Before any lock is taken: the child's copy of one may be held by a thread that it does not have."""
+        if os.getpid() != self._pid:
+            raise DcsError(
+                f"subscriber {self.name!r} belongs to process {self._pid}; make one in this process"
+            )
 
     def _hello(self) -> Hello:
         return Hello(self.run, self.name, self._member, self._fingerprint, self._token, self._chunk_bytes)

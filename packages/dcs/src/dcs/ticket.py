@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from dcs.arguments import require_timeout
 from dcs.control.messages import Roster
 from dcs.errors import Closed, DcsError, Timeout
 
@@ -112,8 +113,9 @@ class Ticket:
         Raises `Timeout` naming who is awaited; `CoordinatorLost`, `Evicted` or `Closed` when nobody can be
         heard any more.
         """
+        within = require_timeout(timeout)
         with self._changed:
-            self._changed.wait_for(lambda: self._error or (self._announced and not self._pending), timeout)
+            self._changed.wait_for(lambda: self._error or (self._announced and not self._pending), within)
             if self._error is None and not self._announced:
                 raise Timeout(
                     f"version {self.version} was not offered within {timeout} s:"

@@ -1,14 +1,16 @@
 """The coordinator: one thread that owns a ZMQ ROUTER socket and drives the `Registry`."""
 
 import os
+import secrets
 import threading
 import time
+from contextlib import ExitStack
 from types import TracebackType
 from typing import Self
 
 import zmq
 
-from dcs.arguments import require_port
+from dcs.arguments import require_host, require_kind, require_port, require_seconds
 from dcs.control.address import require_token
 from dcs.control.curve import CoordinatorKeys
 from dcs.control.messages import (
@@ -21,6 +23,7 @@ from dcs.control.messages import (
 from dcs.control.registry import Outgoing, Registry
 from dcs.control.views import Topology
 from dcs.errors import DcsError, ProtocolError, ProtocolMismatch
+from dcs.scarcity import OF_A_SOCKET, opening, require_descriptors, start
 
 LEASE_SECONDS = 5.0
 _BATCH = 256  # messages between two rounds of pushes
@@ -59,22 +62,35 @@ class Coordinator:
         transfer_seconds: float | None = None,
         curve: CoordinatorKeys | None = None,
     ) -> None:
+        require_host(host, "host")
         require_token(host, token, "the coordinator")
-        require_port(port, "the coordinator")
-        if lease_seconds <= 0:
-            raise DcsError(f"lease_seconds is {lease_seconds}; it must be positive")
-        if transfer_seconds is not None and transfer_seconds <= 0:
-            raise DcsError(f"transfer_seconds is {transfer_seconds}; it must be positive, or None")
+        port = require_port(port, "the coordinator")
+        lease_seconds = require_seconds(lease_seconds, "lease_seconds")
+        if transfer_seconds is not None:
+            transfer_seconds = require_seconds(transfer_seconds, "transfer_seconds")
+        require_kind(curve, CoordinatorKeys, "curve", "dcs.keyfile.read(FILE), with a file of `dcs keygen`")
         self._started = time.monotonic()
-        # The numbers go on above those of a coordinator that ran here before, unless members joined it more
-        # often than once a millisecond.
+        # Members are numbered from anywhere, so that those of a coordinator that ran here before mean nobody
+        # of this one. Not from the time of day: clocks are set back.
         self._registry = Registry(
-            lease_seconds, token, relay, transfer_seconds, first_member=time.time_ns() // 1_000_000
+            lease_seconds, token, relay, transfer_seconds, first_member=secrets.randbits(32) << 20 | 1
         )
         self._registry_lock = threading.Lock()
         self._stalled = lease_seconds / 20
+        self._pid = os.getpid()
+        with ExitStack() as opened, opening("the coordinator"):
+            self._open(opened, host, port, curve)
+            opened.pop_all()
+        self._closing = threading.Event()
+        self._closed = False
+        self._thread = threading.Thread(target=self._serve, name="dcs-coordinator", daemon=True)
+
+    def _open(self, opened: ExitStack, host: str, port: int, curve: CoordinatorKeys | None) -> None:
+        require_descriptors(OF_A_SOCKET, "the coordinator")
         self._context = zmq.Context()
+        opened.callback(self._context.term)
         self._socket = self._context.socket(zmq.ROUTER)
+        opened.callback(self._socket.close)
         self._socket.setsockopt(zmq.LINGER, 200)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
@@ -86,8 +102,6 @@ class Coordinator:
         try:
             self._socket.bind(f"tcp://{bracketed}:{port or '*'}")
         except zmq.ZMQError as error:
-            self._socket.close()
-            self._context.term()
             raise DcsError(
                 f"the coordinator cannot bind {host}:{port}: {error}; choose another port, or 0 for a free"
                 " one"
@@ -95,22 +109,22 @@ class Coordinator:
         bound = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self.address: str = f"tcp://{bracketed}:{bound.rpartition(':')[2]}"
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        opened.callback(os.close, self._wake)
         self.ended = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._closing = threading.Event()
-        self._closed = False
-        self._thread = threading.Thread(target=self._serve, name="dcs-coordinator", daemon=True)
 
     def start(self) -> Self:
         """Start serving; returns itself."""
         if self._closed:
             raise DcsError("this coordinator was closed; make a new one")
         if not self._thread.is_alive():
-            self._thread.start()
+            start(self._thread, "the coordinator")
         return self
 
     def close(self) -> None:
-        """Tell the members, stop the thread, release the port. May be called twice."""
-        if self._closed:
+        """Tell the members, stop the thread, release the port. May be called twice. In a process that was
+        forked off it does nothing: thread and sockets are the parent's.
+        """
+        if self._closed or os.getpid() != self._pid:
             return
         self._closed = True
         self._closing.set()

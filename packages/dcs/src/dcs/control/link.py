@@ -12,6 +12,7 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,11 +49,13 @@ from dcs.errors import (
     CoordinatorLost,
     DcsError,
     Evicted,
+    LayoutMismatch,
     ProtocolError,
     ProtocolMismatch,
     from_refusal,
 )
 from dcs.layout import Layout
+from dcs.scarcity import OF_A_SOCKET, opening, require_descriptors, start
 
 _HEARTBEATS_PER_LEASE = 4
 _REPEAT_SECONDS = 1.0  # at least, before a request is sent once more
@@ -80,13 +83,21 @@ class _Request:
     sent_at: float
 
 
+def _may_fit_again(message: Fenced | Refused) -> bool:
+    """Whether a member that is out may be let in some time: the ranks that do not fit it may be replaced by
+    others. It asks as often as members send heartbeats.
+    """
+    return message.code == LayoutMismatch.code
+
+
 class Link:
     """Joins, heartbeats, and delivers what the coordinator sends.
 
     Args:
         address: the coordinator's, `tcp://host:port`.
         receive: called on the link's thread with every message, before anybody waiting for it is woken; must
-            be quick. A membership that is over for good comes as `Fenced(rejoin=False)`, whatever ended it.
+            be quick. A membership that is over comes as `Fenced(rejoin=False)`, whatever ended it: for good,
+            except that one which ended as the ranks' layout does not fit begins anew when others come.
         changed: called on the link's thread when the coordinator falls silent (with the error) or is heard
             again (None).
         curve: keys, when the coordinator has some.
@@ -117,14 +128,26 @@ class Link:
         self._beat_at = time.monotonic()
         self._heard = time.monotonic()
         self._joining_since = 0.0
+        self._unfit = False  # out as the ranks' layout does not fit
         self._reconnected = 0.0
         self._lost = False
         self._closing = False
         self._over: DcsError | None = None  # what ended the membership for good
         self._curve = curve
         self._handshake_fault = ""  # why a connection that was made was of no use
+        with ExitStack() as opened, opening("the connection to the coordinator"):
+            self._open(opened)
+            self._thread = threading.Thread(target=self._run, name="dcs-link", daemon=True)
+            start(self._thread, "the connection to the coordinator")
+            opened.pop_all()
+
+    def _open(self, opened: ExitStack) -> None:
+        address, curve = self.address, self._curve
+        require_descriptors(OF_A_SOCKET, "the connection to the coordinator")
         self._context = zmq.Context()
+        opened.callback(self._context.term)
         self._socket = self._context.socket(zmq.DEALER)
+        opened.callback(self._socket.close)
         # A name for the connection that survives reconnects; random, so nobody else can take it over.
         self._socket.setsockopt(zmq.IDENTITY, uuid.uuid4().bytes)
         self._socket.setsockopt(zmq.LINGER, 200)
@@ -138,15 +161,14 @@ class Link:
             self._socket.connect(address)
             self._endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         except zmq.ZMQError as error:
-            self._socket.close()
-            self._context.term()
             raise DcsError(
                 f"{address!r} is no coordinator's address: {error}; it looks like tcp://127.0.0.1:4000"
             ) from error
         self._monitor = self._socket.get_monitor_socket(_HANDSHAKE_EVENTS)
+        opened.callback(self._monitor.close, 0)
+        opened.callback(self._socket.disable_monitor)
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._thread = threading.Thread(target=self._run, name="dcs-link", daemon=True)
-        self._thread.start()
+        opened.callback(os.close, self._wake)
 
     def join(self, join: Join, timeout: float) -> Joined:
         """Become a member until `close`; raises what the coordinator refuses with, or `CoordinatorLost`."""
@@ -359,7 +381,7 @@ class Link:
             elif (
                 self._last_member  # else it is the first join, which is repeated like any request
                 and self._join is not None
-                and now - self._joining_since > self._lease_seconds
+                and now - self._joining_since > (self._interval if self._unfit else self._lease_seconds)
             ):
                 self._joining_since = now
                 self._outbox.append(encode(self._join))
@@ -446,7 +468,7 @@ class Link:
         self._learn(message.epoch, message.version)
         with self._lock:
             self._member = self._last_member = message.member
-        self._lease_seconds = message.lease_seconds
+        self._lease_seconds, self._unfit = message.lease_seconds, False
         self._beat_at = time.monotonic()
         self._receive(message)
         if (
@@ -459,14 +481,16 @@ class Link:
     def _fenced(self, message: Fenced) -> None:
         error = from_refusal(message.code, message.message, message.detail)
         self._is_member.clear()
+        self._unfit = _may_fit_again(message)
         with self._lock:
             self._member = 0
-            if message.rejoin and self._join is not None:
+            if (message.rejoin or _may_fit_again(message)) and self._join is not None:
                 self._joining_since = time.monotonic()
                 self._join = msgspec.structs.replace(
                     self._join, request=next(self._requests), known=self._known
                 )
-                self._outbox.append(encode(self._join))
+                if message.rejoin:
+                    self._outbox.append(encode(self._join))
             else:
                 self._join, self._over = None, error
                 self._is_member.set()  # nobody needs to wait for it any more
@@ -478,7 +502,8 @@ class Link:
         with self._lock:
             waiting = self._waiting.pop(message.request, None)
             over = self._join is not None and message.request in (0, self._join.request)
-            if over:
+            self._unfit = over and self._last_member > 0 and _may_fit_again(message)
+            if over and not self._unfit:
                 self._join, self._member = None, 0
                 if self._last_member:
                     self._over = error

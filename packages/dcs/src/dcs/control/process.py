@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections import deque
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
@@ -14,9 +15,11 @@ from typing import Self
 import msgspec
 
 from dcs.control.coordinator import LEASE_SECONDS
-from dcs.errors import Closed, DcsError, Timeout, from_refusal
+from dcs.errors import Closed, DcsError, NoMemory, Timeout, from_refusal
+from dcs.scarcity import opening, start
 
 _STOP_SECONDS = 5.0
+_RETRY_SECONDS = 1.0  # between two tries to start it again where there was no memory for it
 _MAX_RESTARTS = 5
 _WITHIN_SECONDS = 60.0
 
@@ -62,13 +65,14 @@ class _Command:
         environment = {key: value for key, value in os.environ.items() if key != "DCS_TOKEN"}
         if self.token is not None:
             environment["DCS_TOKEN"] = self.token
-        return subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            env=environment,
-            start_new_session=True,
-        )
+        with opening("the coordinator process"):
+            return subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                env=environment,
+                start_new_session=True,
+            )
 
 
 class CoordinatorProcess:
@@ -78,25 +82,34 @@ class CoordinatorProcess:
         address: for publishers and subscribers; the same after a restart.
         http: where it serves HTTP, "" when it does not.
         restarts: how often it was started again.
-        error: why it is not started again any more; None before that.
+        error: why it is not started again, for good or until there is memory for it; None while it runs.
     """
 
     def __init__(
         self, command: _Command, process: "subprocess.Popen[bytes]", ready: Ready, restart: bool
     ) -> None:
+        self._pid = os.getpid()
         self._command = command
         self._process = process
-        self._watched = os.pidfd_open(process.pid)
+        with opening("what watches the coordinator process"), ExitStack() as opened:
+            self._watched = os.pidfd_open(process.pid)
+            opened.callback(os.close, self._watched)
+            self._stop = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+            opened.pop_all()
         self.address = ready.address
         self.http = ready.http
         self.restarts = 0
         self.error: DcsError | None = None
         self._lock = threading.Lock()
         self._closed = False
-        self._stop = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._thread = threading.Thread(target=self._supervise, name="dcs-supervisor", daemon=True)
         if restart:
-            self._thread.start()
+            try:
+                start(self._thread, "what watches the coordinator process")
+            except NoMemory:
+                os.close(self._stop)
+                os.close(self._watched)
+                raise
 
     @property
     def pid(self) -> int:
@@ -109,7 +122,11 @@ class CoordinatorProcess:
         return self._process.poll() is None
 
     def close(self) -> None:
-        """End the process (SIGTERM, then SIGKILL) and reap it. May be called twice."""
+        """End the process (SIGTERM, then SIGKILL) and reap it. May be called twice. In a process that was
+        forked off it does nothing: the coordinator is its parent's.
+        """
+        if os.getpid() != self._pid:
+            return
         with self._lock:
             if self._closed:
                 return
@@ -145,9 +162,9 @@ class CoordinatorProcess:
                 return
             ends.append(now)
             http_port = _port(self.http) if self.http else None
-            os.close(self._watched)
-            self._process = self._command.start(_port(self.address), http_port)
-            self._watched = os.pidfd_open(self._process.pid)
+            while not self._begin_again(http_port):
+                if self._await_stop(_RETRY_SECONDS):
+                    return
             try:
                 _await_ready(self._process, self._command.timeout, self._stop)
             except Closed:
@@ -157,6 +174,29 @@ class CoordinatorProcess:
                 self._process.kill()
             else:
                 self.restarts += 1
+
+    def _begin_again(self, http_port: int | None) -> bool:
+        """Start another process; False when there is no descriptor or memory for it just now."""
+        try:
+            process = self._command.start(_port(self.address), http_port)
+            try:
+                with opening("what watches the coordinator process"):
+                    watched = os.pidfd_open(process.pid)
+            except NoMemory:
+                _end(process)
+                raise
+        except NoMemory as error:
+            self.error = error
+            return False
+        os.close(self._watched)
+        self._process, self._watched, self.error = process, watched, None
+        return True
+
+    def _await_stop(self, seconds: float) -> bool:
+        """Whether this is closed within so long."""
+        poll = select.poll()
+        poll.register(self._stop, select.POLLIN)
+        return bool(poll.poll(seconds * 1000))
 
     def _await_end(self) -> bool:
         """Wait until the process ends; False when this is closed instead."""
@@ -196,11 +236,10 @@ def serve(
     command = _Command(host, lease_seconds, relay, transfer_seconds, curve_secret_file, timeout, token)
     process = command.start(port, http_port)
     try:
-        ready = _await_ready(process, timeout)
+        return CoordinatorProcess(command, process, _await_ready(process, timeout), restart)
     except BaseException:
         _end(process)
         raise
-    return CoordinatorProcess(command, process, ready, restart)
 
 
 def _port(address: str) -> int:

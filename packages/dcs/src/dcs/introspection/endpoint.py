@@ -14,10 +14,12 @@ from socketserver import TCPServer, ThreadingMixIn
 from types import TracebackType
 from typing import Any, Protocol, Self
 
+from dcs.arguments import require_host, require_port
 from dcs.control.address import require_token
 from dcs.control.views import Topology
-from dcs.errors import DcsError
+from dcs.errors import DcsError, InvalidArgument, NoMemory
 from dcs.introspection.answers import Answer, Answers
+from dcs.scarcity import opening, start
 
 _MOST_CONNECTIONS = 32
 _IDLE_SECONDS = 5.0  # without a single byte read or taken by the peer
@@ -61,12 +63,15 @@ class IntrospectionServer:
     def __init__(
         self, coordinator: Shown, host: str = "127.0.0.1", port: int = 0, token: str | None = None
     ) -> None:
+        if not hasattr(coordinator, "snapshot"):
+            raise InvalidArgument(f"coordinator is a {type(coordinator).__name__}; give a dcs.Coordinator")
+        require_host(host, "host")
         require_token(host, token, "the HTTP server of the coordinator")
-        if not 0 <= port < 1 << 16:
-            raise DcsError(f"the HTTP port is {port}; it must be in [0, 65535]")
+        port = require_port(port, "the HTTP server of the coordinator")
         answers = Answers(coordinator.snapshot, lambda: coordinator.alive, token)
         try:
-            self._http = _HttpServer(host, port, answers)
+            with opening("the HTTP server"):
+                self._http = _HttpServer(host, port, answers)
         except OSError as error:
             raise DcsError(
                 f"the HTTP server cannot bind {host}:{port}: {error}; choose another port, or 0 for a free"
@@ -76,15 +81,23 @@ class IntrospectionServer:
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
         self._closing = threading.Lock()
         self._closed = False
+        self._pid = os.getpid()
         self._thread = threading.Thread(target=self._http.serve, name="dcs-http", daemon=True)
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _OF_THE_PROGRAM)
         try:
-            self._thread.start()  # it and all that it starts inherit the mask
+            start(self._thread, "the HTTP server")  # it and all that it starts inherit the mask
+        except NoMemory:
+            self._http.server_close()
+            raise
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def close(self) -> None:
-        """End the server, hang up on everybody and join the threads. May be called twice."""
+        """End the server, hang up on everybody and join the threads. May be called twice. In a process that
+        was forked off it does nothing.
+        """
+        if os.getpid() != self._pid:
+            return
         with self._closing:
             if not self._closed:
                 self._closed = True

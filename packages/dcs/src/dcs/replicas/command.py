@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from dcs.arguments import require_seconds
+from dcs.control.address import TOKEN_VARIABLE, require_token_of_command
 from dcs.errors import DcsError
 from dcs.replicas.keeper import Keeper
 from dcs.replicas.process import Failed, Ready
@@ -86,10 +88,16 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _bytes(text: str) -> int:
-    for unit, factor in _UNITS.items():
+    number, factor = text, 1
+    for unit, size in _UNITS.items():
         if text.endswith(unit):
-            return int(float(text.removesuffix(unit)) * factor)
-    return int(text)
+            number, factor = text.removesuffix(unit), size
+    try:
+        return int(float(number) * factor) if factor > 1 else int(number)
+    except (ValueError, OverflowError):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no number of bytes; give one such as 64GiB, in {', '.join(_UNITS)} or none"
+        ) from None
 
 
 def _tls(options: argparse.Namespace) -> Tls | None:
@@ -101,6 +109,11 @@ def _tls(options: argparse.Namespace) -> Tls | None:
 
 
 def _serve(options: argparse.Namespace) -> int:
+    token = os.environ.get(TOKEN_VARIABLE)
+    if not options.report:  # else a program started it, and is told what it has to give
+        require_token_of_command(options.host, token, "the keeper")
+    if options.idle_seconds is not None:
+        require_seconds(options.idle_seconds, "idle_seconds", forever=True)
     reader, writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     previous = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGTERM, signal.SIGINT)}
     previous_fd = signal.set_wakeup_fd(writer)
@@ -114,7 +127,7 @@ def _serve(options: argparse.Namespace) -> int:
         with Keeper(
             options.host,
             options.port,
-            os.environ.get("DCS_TOKEN"),
+            token,
             options.max_bytes,
             options.domain,
             not options.no_shared_memory,

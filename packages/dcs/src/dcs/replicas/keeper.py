@@ -12,8 +12,9 @@ from typing import Self
 
 import xxhash
 
+from dcs.arguments import require_host, require_kind, require_label, require_port, require_whole
 from dcs.control.address import require_token
-from dcs.errors import Closed, CorruptChunk, DcsError, ProtocolError, StaleVersion, Unauthorized
+from dcs.errors import Closed, CorruptChunk, DcsError, NoMemory, ProtocolError, StaleVersion, Unauthorized
 from dcs.replicas.channel import Channel, ranges_of
 from dcs.replicas.holdings import Arriving, Holdings
 from dcs.replicas.memory import Memory
@@ -39,6 +40,7 @@ from dcs.replicas.messages import (
     Watch,
     Welcome,
 )
+from dcs.scarcity import opening, start
 from dcs.wire.machine import machine_id
 from dcs.wire.tls import Tls, server_context, wrap
 
@@ -84,9 +86,14 @@ class Keeper:
         share_memory: bool = True,
         tls: Tls | None = None,
     ) -> None:
+        require_host(host, "host")
         require_token(host, token, "the keeper")
-        if max_bytes is not None and max_bytes <= 0:
-            raise DcsError(f"max_bytes is {max_bytes}; it must be positive")
+        port = require_port(port, "the keeper")
+        if max_bytes is not None:
+            max_bytes = require_whole(max_bytes, "max_bytes", 1)
+        if domain is not None:
+            require_label(domain, "domain")
+        require_kind(tls, Tls, "tls", "dcs.Tls(certificate, key, authority)")
         self.memory = Memory(default_max_bytes() if max_bytes is None else max_bytes)
         self.holdings = Holdings(self.memory)
         self._process = os.getpid()
@@ -99,7 +106,8 @@ class Keeper:
         self._idle_since = time.monotonic()
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
-            listener = socket.create_server((host, port), family=family, backlog=256)
+            with opening("the keeper"):
+                listener = socket.create_server((host, port), family=family, backlog=256)
         except OSError as error:
             raise DcsError(
                 f"the keeper cannot bind {host}:{port}: {error}; choose another port, or 0"
@@ -108,7 +116,12 @@ class Keeper:
         identity = secrets.token_hex(8)
         self._listeners = [listener]
         if share_memory:
-            local = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            try:
+                with opening("the keeper's Unix socket"):
+                    local = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            except NoMemory:
+                listener.close()
+                raise
             local.bind(f"\0dcs-keeper-{identity}")  # abstract: no file that could be left behind
             local.listen(256)
             self._listeners.append(local)
@@ -125,8 +138,15 @@ class Keeper:
 
     def start(self) -> Self:
         """Start serving; returns itself."""
-        for thread in self._threads:
-            thread.start()
+        if self._closed:
+            raise Closed("this keeper was closed; make a new one")
+        try:
+            for thread in self._threads:
+                if thread.ident is None:
+                    start(thread, "the keeper")
+        except NoMemory:
+            self.close()
+            raise
         return self
 
     def close(self) -> None:
@@ -214,8 +234,12 @@ class Keeper:
                 except OSError:
                     sock.close()
                     continue  # it hung up already
+                try:
+                    connection.thread.start()
+                except RuntimeError:  # no memory for another thread; the rank comes again
+                    sock.close()
+                    continue
                 self._connections.append(connection)
-                connection.thread.start()
 
 
 class _Connection:

@@ -11,6 +11,7 @@ import msgspec
 
 from dcs.errors import DcsError, Timeout
 from dcs.replicas.errors import from_refusal
+from dcs.scarcity import opening
 from dcs.wire.tls import Tls
 
 _STOP_SECONDS = 5.0
@@ -38,6 +39,7 @@ class KeeperProcess:
     """
 
     def __init__(self, process: "subprocess.Popen[bytes]", ready: Ready) -> None:
+        self._parent = os.getpid()
         self._process = process
         self.address = ready.address
         self.pid = process.pid
@@ -48,7 +50,11 @@ class KeeperProcess:
         return self._process.poll() is None
 
     def close(self) -> None:
-        """End the process (SIGTERM, then SIGKILL) and reap it; what it holds is gone. May be called twice."""
+        """End the process (SIGTERM, then SIGKILL) and reap it; what it holds is gone. May be called twice. In
+        a process that was forked off it does nothing: the keeper is its parent's.
+        """
+        if os.getpid() != self._parent:
+            return
         _end(self._process)
 
     def __enter__(self) -> Self:
@@ -100,9 +106,10 @@ def serve_keeper(
     environment = {key: value for key, value in os.environ.items() if key != "DCS_TOKEN"}
     if token is not None:
         environment["DCS_TOKEN"] = token
-    process = subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, env=environment, start_new_session=True
-    )
+    with opening("the keeper process"):
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, env=environment, start_new_session=True
+        )
     try:
         return KeeperProcess(process, _await_ready(process, timeout))
     except BaseException:

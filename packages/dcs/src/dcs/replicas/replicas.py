@@ -1,5 +1,6 @@
 """`Replicas`: what a rank saves to, and restores from."""
 
+import math
 import os
 import secrets
 import threading
@@ -10,7 +11,16 @@ from typing import Self
 
 import torch
 
-from dcs.errors import Closed, DcsError, Evicted, StaleVersion, Timeout
+from dcs.arguments import (
+    require_addresses,
+    require_kind,
+    require_label,
+    require_seconds,
+    require_secret,
+    require_timeout,
+    require_whole,
+)
+from dcs.errors import Closed, DcsError, Evicted, InvalidArgument, StaleVersion, Timeout
 from dcs.replicas.census import Census, HeldStep, missing_text, take
 from dcs.replicas.errors import KeeperLost
 from dcs.replicas.link import Link, await_first
@@ -48,7 +58,7 @@ class Replicas:
 
     A keeper that cannot be reached is tried again in the background, for as long as this object lives.
     Raises `KeeperLost` (none can be reached), `Unauthorized`, `ProtocolMismatch`, `WorldSizeMismatch` (the
-    session has another number of ranks), and `ValueError` for arguments that make no sense.
+    session has another number of ranks), and `InvalidArgument`.
     """
 
     def __init__(
@@ -66,19 +76,30 @@ class Replicas:
         block_seconds: float = 10.0,
         connect_seconds: float = CONNECT_SECONDS,
     ) -> None:
-        if len(set(keepers)) != len(keepers) or not 1 <= copies <= len(keepers):
-            raise ValueError(
+        keepers = require_addresses(keepers, "keepers")
+        require_label(name, "name")
+        world_size = require_whole(world_size, "world_size", 1)
+        rank = require_whole(rank, "rank", 0)
+        copies = require_whole(copies, "copies", 1)
+        keep = require_whole(keep, "keep", 1)
+        require_secret(token, f"the replicas of {name!r}")
+        require_kind(tls, Tls, "tls", "dcs.Tls(certificate, key, authority)")
+        require_seconds(block_seconds, "block_seconds", zero=True)
+        require_seconds(connect_seconds, "connect_seconds")
+        if len(set(keepers)) != len(keepers) or copies > len(keepers):
+            raise InvalidArgument(
                 f"copies={copies} of {list(keepers)}; give as many different keepers, or fewer copies"
             )
-        if not 0 <= rank < world_size or keep < 1:
-            raise ValueError(f"rank={rank} of world_size={world_size}, keep={keep}")
+        if rank >= world_size:
+            raise InvalidArgument(f"rank={rank} of world_size={world_size}; ranks count from 0")
         if session is None:
             if world_size > 1:
-                raise ValueError(
+                raise InvalidArgument(
                     f"session is None with world_size={world_size}; give all ranks the same string, a new "
                     "one for each start of the run (a job's id with its restart count)"
                 )
             session = secrets.token_hex(8)
+        require_label(session, "session")
         self.name = name
         self.rank = rank
         self.world_size = world_size
@@ -123,6 +144,8 @@ class Replicas:
         newer session has taken over: this process has to end), `Timeout` (no memory), `DcsError` (nor has the
         system), `Closed`. What keepers answer is raised by `Saving.wait`.
         """
+        self._raise_if_forked()
+        step = require_whole(step, "step", -math.inf)
         with self._saving_now:  # one at a time, in the order of the steps
             return self._save(step, tree)
 
@@ -238,7 +261,8 @@ class Replicas:
         Raises `WorldSizeMismatch`, `CorruptChunk` (no keeper has this rank's shard undamaged), `KeeperLost`,
         `Timeout` (rank 0 has not chosen), `DcsError` (a device that is not here), `Closed`.
         """
-        deadline = time.monotonic() + timeout
+        self._raise_if_forked()
+        deadline = time.monotonic() + require_timeout(timeout)
         step = self._choose() if self.rank == 0 else self._await_choice(deadline)
         tree = None
         if step is not None:
@@ -385,6 +409,13 @@ class Replicas:
             order.remove(link)
             chosen.append(link)
         return chosen
+
+    def _raise_if_forked(self) -> None:
+        """Before any lock is taken: the child's copy of one may be held by a thread that it does not have."""
+        if os.getpid() != self._process:
+            raise DcsError(
+                f"the replicas of {self.name!r} belong to process {self._process}; make some in this process"
+            )
 
     # -- closing --
 

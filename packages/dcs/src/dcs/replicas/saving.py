@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import xxhash
 
+from dcs.arguments import require_timeout
 from dcs.errors import Closed, DcsError, Evicted, Timeout
 from dcs.replicas.arenas import Arena
 from dcs.replicas.errors import KeeperLost
@@ -173,7 +174,7 @@ class Saving:
         Raises what the keepers answered when none holds this rank's shard (`KeeperFull`, `Evicted`,
         `KeeperLost`), `Timeout` naming the ranks that are missing, and `Closed`.
         """
-        deadline = time.monotonic() + timeout
+        deadline = time.monotonic() + require_timeout(timeout)
         with self._changed:
             journey = self._journey
             while True:

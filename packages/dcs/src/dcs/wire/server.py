@@ -10,8 +10,9 @@ import threading
 import time
 
 from dcs.control.messages import Endpoint
-from dcs.errors import DcsError, ProtocolError, ProtocolMismatch, Unauthorized
+from dcs.errors import DcsError, NoMemory, ProtocolError, ProtocolMismatch, Unauthorized
 from dcs.memory.shelf import Copy, NotYet, Shelf, Superseded
+from dcs.scarcity import opening, start
 from dcs.wire import frames, streams, tls
 from dcs.wire.chunks import Selected, Selection, read_rows
 from dcs.wire.machine import machine_id
@@ -72,7 +73,8 @@ class ChunkServer:
         self._closing = threading.Event()
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
-            listener = socket.create_server((host, port), family=family, backlog=128)
+            with opening(f"the server of {who}"):
+                listener = socket.create_server((host, port), family=family, backlog=128)
         except OSError as error:
             raise DcsError(f"{who} cannot bind {host}:{port}: {error}; choose another port, or 0") from error
         self.port: int = listener.getsockname()[1]
@@ -81,7 +83,12 @@ class ChunkServer:
         if mappable:
             # An abstract name: it ends with the process, however that ends.
             self.path = f"dcs-{os.getpid()}-{os.urandom(8).hex()}"
-            unix = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            try:
+                with opening(f"the Unix socket of {who}"):
+                    unix = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            except NoMemory:
+                listener.close()
+                raise
             unix.bind(f"\0{self.path}")
             unix.listen(128)
             self._listeners.append(unix)
@@ -89,8 +96,12 @@ class ChunkServer:
             threading.Thread(target=self._accept, args=(each,), name="dcs-accept", daemon=True)
             for each in self._listeners
         ]
-        for thread in self._threads:
-            thread.start()
+        try:
+            for thread in self._threads:
+                start(thread, f"the server of {who}")
+        except NoMemory:
+            self.close()
+            raise
 
     def endpoint(self, host: str) -> Endpoint:
         """Where it can be reached, as the coordinator tells others."""
@@ -122,7 +133,8 @@ class ChunkServer:
                 connection.cut()
             threads = [connection.thread for connection in self._connections]
         for thread in (*self._threads, *threads):
-            thread.join()
+            if thread.ident is not None:
+                thread.join()
         for listener in self._listeners:
             listener.close()
 

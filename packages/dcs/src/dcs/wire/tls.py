@@ -12,7 +12,8 @@ import time
 from dataclasses import dataclass
 from typing import NoReturn
 
-from dcs.errors import DcsError, ProtocolError, Timeout, Unauthorized
+from dcs.arguments import shown
+from dcs.errors import DcsError, InvalidArgument, ProtocolError, Timeout, Unauthorized
 from dcs.wire import frames, streams
 
 HANDSHAKE_SECONDS = 5.0
@@ -44,6 +45,12 @@ class Tls:
     verify_peer: bool = True
 
     def __post_init__(self) -> None:
+        for name in ("certificate", "key", "authority"):
+            path = getattr(self, name)
+            if not isinstance(path, str | os.PathLike) and not (name == "authority" and path is None):
+                raise InvalidArgument(
+                    f"{name} of a Tls is {shown(path)}; it has to be the path of a PEM file"
+                )
         if not self.verify_peer and (self.authority is not None or self.check_host):
             raise DcsError(
                 "verify_peer is False, so neither authority nor check_host can have an effect; leave those"
