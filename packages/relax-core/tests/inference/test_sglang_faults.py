@@ -94,7 +94,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model folder as far as anybody looks into it here."""
     made = tmp_path_factory.mktemp("model")
     save_file({"w": torch.zeros(4, 3)}, made / "model.safetensors")
-    (made / "config.json").write_text(json.dumps({"vocab_size": 50, "num_hidden_layers": 1}))
+    (made / "config.json").write_text(
+        json.dumps({"model_type": "llama", "vocab_size": 50, "num_hidden_layers": 1})
+    )
     return made
 
 

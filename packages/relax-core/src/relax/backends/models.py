@@ -5,14 +5,22 @@ weights are drawn from a seed. Trainer and engine agree on names, so a tensor pu
 name finds its place.
 """
 
+import contextlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+
+from relax.backends.model_files import ModelFolderError, weight_files
+
+_SHOWN = 6
+_UNREADABLE = (StrictDataclassError, ValueError, LookupError, OSError, TypeError, AttributeError)
+"""What transformers raises for a config.json that says what it should not."""
 
 ATTENTION = "sdpa"
 """On a CPU as fast as `eager` for 50 tokens, and 2 to 4 times as fast for 400, backward included."""
@@ -23,10 +31,6 @@ WHOLE_OMNI = frozenset({"qwen3_omni_moe"})
 
 THINKER = "thinker."
 """What those folders put before the names of the thinker's tensors."""
-
-
-class ModelFolderError(ValueError):
-    """A model folder that cannot be used: what is missing or does not fit, and where."""
 
 
 def load_config(folder: str | Path) -> PreTrainedConfig:
@@ -45,8 +49,10 @@ def load_config(folder: str | Path) -> PreTrainedConfig:
         )
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
-    except (ValueError, KeyError, OSError) as error:
-        raise ModelFolderError(f"{folder / 'config.json'} cannot be read by transformers: {error}") from error
+    except _UNREADABLE as error:
+        raise ModelFolderError(
+            f"{folder / 'config.json'} cannot be read by transformers: {error or repr(error)}"
+        ) from error
     return config.thinker_config if config.model_type in WHOLE_OMNI else config
 
 
@@ -98,30 +104,49 @@ def build_model(
     if dtype == torch.float64:  # the grouped matrix product of experts has no float64
         config._experts_implementation = "eager"
     model_class = _model_class(config)
-    if weights and has_weights(folder):
-        model, info = model_class.from_pretrained(
-            folder,
-            config=config,
-            dtype=dtype,
-            attn_implementation=attention,
-            local_files_only=True,
-            use_safetensors=True,
-            output_loading_info=True,
-        )
+    if weights and weight_files(Path(folder)):
+        with _named(folder):
+            model, info = model_class.from_pretrained(
+                folder,
+                config=config,
+                dtype=dtype,
+                attn_implementation=attention,
+                local_files_only=True,
+                use_safetensors=True,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # refused below, by name
+            )
         # Of a whole Qwen3-Omni, transformers finds the thinker's by itself; the others are what speaks.
         prefix = weights_prefix(folder)
         foreign = {key for key in info["unexpected_keys"] if not prefix or key.startswith(prefix)}
         found = {"missing_keys": info["missing_keys"], "unexpected_keys": foreign}
-        wrong = {kind: sorted(keys) for kind, keys in found.items() if keys}
+        wrong: dict[str, list[str]] = {kind: sorted(keys) for kind, keys in found.items() if keys}
+        if info["mismatched_keys"]:
+            wrong["mismatched_sizes"] = [
+                f"{name} is {list(here)}, expected {list(own)}" for name, here, own in info["mismatched_keys"]
+            ]
         if wrong:
+            told = {kind: keys[:_SHOWN] + ["..."] * (len(keys) > _SHOWN) for kind, keys in wrong.items()}
             raise ModelFolderError(
-                f"safetensors in {str(folder)!r} do not fit {type(model).__name__}: {wrong}"
+                f"safetensors in {str(folder)!r} do not fit {type(model).__name__}, which its config.json "
+                f"describes: {told}"
             )
     else:
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]), _named(folder):
             torch.manual_seed(seed)
             model = model_class._from_config(config, dtype=dtype, attn_implementation=attention)
     return model.eval()
+
+
+@contextlib.contextmanager
+def _named(folder: str | Path) -> Iterator[None]:
+    """A model cannot be made of what its config.json says: the error says of which."""
+    try:
+        yield
+    except (*_UNREADABLE, RuntimeError) as error:
+        raise ModelFolderError(
+            f"no model can be made of {Path(folder) / 'config.json'}: {type(error).__name__}: {error}"
+        ) from error
 
 
 def named_weights(model: nn.Module) -> list[tuple[str, Tensor]]:

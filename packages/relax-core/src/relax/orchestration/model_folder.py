@@ -1,14 +1,16 @@
 """The policy's folder: made on the spot, given, or from the hub; checked before anything starts."""
 
+import inspect
 import json
 from pathlib import Path
 
+from relax.backends.model_files import INDEX, SINGLE, ModelFolderError, read_config, weight_files
 from relax.backends.tiny import write_tiny
 from relax.config import ConfigError, RunConfig
+from relax.registry import nearest
 
 TINY = {"tiny": "qwen3", "tiny_moe": "qwen3_moe", "tiny_vl": "qwen3_vl", "tiny_omni": "qwen3_omni"}
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
-SUPPORTED_WEIGHTS = ("*.safetensors",)
 
 
 def model_folder(config: RunConfig, made_at: Path) -> Path:
@@ -24,6 +26,15 @@ def model_folder(config: RunConfig, made_at: Path) -> Path:
     path = config.model.path
     if path in TINY:
         if not (made_at / "config.json").is_file():
+            sizes = [
+                name for name in inspect.signature(write_tiny).parameters if name not in ("folder", "kind")
+            ]
+            for name in config.model.tiny:
+                if name not in sizes:
+                    raise ConfigError(
+                        f"model.tiny.{name} = {config.model.tiny[name]}: there is no such size"
+                        f"{nearest(name, sizes)}; there are {', '.join(sizes)}"
+                    )
             try:
                 write_tiny(made_at, TINY[path], **config.model.tiny)  # pyright: ignore[reportArgumentType]
             except (TypeError, ValueError) as error:
@@ -48,21 +59,23 @@ def check_folder(folder: Path, config: RunConfig) -> None:
             f"model.path = {path!r}: {folder} has no config.json, so it is no Hugging Face model folder"
         )
     try:
-        content = json.loads((folder / "config.json").read_text())
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"model.path = {path!r}: {folder / 'config.json'} cannot be read: {error}"
-        ) from error
+        content = read_config(folder)
+    except ModelFolderError as error:
+        raise ConfigError(f"model.path = {path!r}: {error}") from error
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         raise ConfigError(
             f"model.path = {path!r}: {folder} has no tokenizer (none of {', '.join(TOKENIZER_FILES)}); "
             f"save one there "
             "with tokenizer.save_pretrained(folder)"
         )
-    if not any(next(folder.glob(pattern), None) for pattern in SUPPORTED_WEIGHTS):
+    try:
+        weights = weight_files(folder)
+    except ModelFolderError as error:
+        raise ConfigError(f"model.path = {path!r}: {error}") from error
+    if not weights:
         raise ConfigError(
-            f"model.path = {path!r}: {folder} has no *.safetensors weights; save them with "
-            f"model.save_pretrained(folder)"
+            f"model.path = {path!r}: {folder} has no *.safetensors weights, neither {SINGLE} nor {INDEX}; "
+            f"save them with model.save_pretrained(folder)"
         )
     own = (content.get("text_config") or content).get("max_position_embeddings")
     if own and config.rollout.max_new_tokens >= own:

@@ -1,6 +1,5 @@
 """What a server serves, told by its model folder without loading it: weights, vocabulary, context, routes."""
 
-import json
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from relax.backends.inference.errors import EngineError, InvalidRequest, Invalid
 from relax.backends.inference.sglang.answers import Captured
 from relax.backends.inference.sglang.experts import apart, together
 from relax.backends.inference.sglang.pictures import FAMILIES, PictureRules
+from relax.backends.model_files import ModelFolderError, read_config, weight_files
 from relax.backends.models import build_model, has_weights, torch_dtype
 from relax.backends.routes import routing_of
 
@@ -71,7 +71,11 @@ class ServedModel:
                 if other.is_file() and not (completed / other.name).exists():
                     shutil.copyfile(other, completed / other.name)
             folder = completed
-        config = _config(folder)
+        try:
+            config = read_config(folder)
+            weight_files(folder)
+        except ModelFolderError as error:
+            raise EngineError(str(error)) from error
         outer = config.get("thinker_config", config)
         text = outer.get("text_config") or outer
         routing = routing_of(config)
@@ -150,13 +154,6 @@ class ServedModel:
                     f"tensor {name!r} of version {version} is {given.dtype} {list(given.shape)}; the model's "
                     f"is {mine.dtype} {list(mine.shape)}"
                 )
-
-
-def _config(folder: Path) -> dict[str, Any]:
-    try:
-        return json.loads((folder / "config.json").read_bytes())
-    except (OSError, ValueError) as error:
-        raise EngineError(f"model folder {str(folder)!r}: config.json cannot be read: {error}") from error
 
 
 def _ties(config: Mapping[str, Any]) -> bool:
