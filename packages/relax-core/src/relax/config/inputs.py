@@ -2,7 +2,7 @@
 
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, PositiveInt, model_validator
 
 from relax.config.base import Settings
 
@@ -23,7 +23,7 @@ class ModelSettings(Settings):
     """Take a model that sees or hears for what it reads: its encoders are kept as they are, and no picture or
     sound is shown to it.
     """
-    tiny: dict[str, int] = Field(default_factory=dict)
+    tiny: dict[str, PositiveInt] = Field(default_factory=dict)
     """Dimensions of the tiny model, as in its config.json: hidden_size, num_hidden_layers, ..."""
 
     @property

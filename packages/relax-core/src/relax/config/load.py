@@ -150,19 +150,31 @@ def _explain(error: ValidationError, origin: str) -> str:
         key = ".".join(path)
         if item["type"] == "extra_forbidden":
             lines.append(f"{key} = {item['input']!r}: there is no such key{_nearest(path)}")
+        elif item["type"] in ("model_type", "model_attributes_type") and (group := _group(path)) is not None:
+            lines.append(
+                f"{key} = {item['input']!r}: it has keys of its own: {', '.join(group.model_fields)}"
+            )
         else:
             lines.append(f"{key} = {item['input']!r}: {item['msg']}")
     return f"{origin} (with the words and RELAX_ variables given):\n  " + "\n  ".join(lines)
 
 
-def _nearest(path: Sequence[str]) -> str:
+def _group(path: Sequence[str]) -> type[BaseModel] | None:
+    """The settings that a path of keys leads to; None where it leads to none."""
     model: type[BaseModel] = RunConfig
-    for part in path[:-1]:
+    for part in path:
         field = model.model_fields.get(part)
         annotation = field.annotation if field else None
         if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
-            return ""
+            return None
         model = annotation
+    return model
+
+
+def _nearest(path: Sequence[str]) -> str:
+    model = _group(path[:-1])
+    if model is None:
+        return ""
     every = _all_keys(RunConfig)
     here = difflib.get_close_matches(path[-1], list(model.model_fields), 1, cutoff=0.5)
     if here:

@@ -34,7 +34,7 @@ class RunConfig(Settings):
     """`ray`: every role a Ray Serve deployment. `local`: all roles in this process."""
     steps: int = Field(default=60, ge=1)
     """Optimizer steps of the whole run."""
-    seed: int = Field(default=0, ge=0)
+    seed: int = Field(default=0, ge=0, lt=2**63)
     run: RunSettings = RunSettings()
     model: ModelSettings = ModelSettings()
     data: DataSettings = DataSettings()

@@ -137,8 +137,9 @@ def doctor(
     """Say what would run where, and what is wrong: relax doctor configs/quickstart.yaml"""
     from relax.config import ConfigError, load
     from relax.config.sizes import bytes_of
+    from relax.orchestration.cluster import check_reached
     from relax.orchestration.plan import plan
-    from relax.orchestration.run_folder import RunFolder
+    from relax.orchestration.run_folder import RunFolder, check_root
     from relax.orchestration.services import services
     from relax.orchestration.train import prepare
     from relax.orchestration.weights_trial import explain
@@ -150,6 +151,8 @@ def doctor(
             _resolve(config, cluster, file)
             return
         Console().print(plan(config).table())
+        check_root(config)
+        check_reached(config)
         with tempfile.TemporaryDirectory() as folder:
             prepare(config, RunFolder(Path(folder)), resume=False)
         with services(config) as started:

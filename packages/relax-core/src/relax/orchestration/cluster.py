@@ -130,6 +130,13 @@ def cluster(config: RunConfig, namespace: str) -> Iterator[Daemons]:
                 _end_users(Path(folder))
 
 
+def check_reached(config: RunConfig) -> None:
+    """Raise ConfigError where nobody listens at `ray.address`; "auto", which is Ray's to find, may be."""
+    if config.ray.address is not None:
+        with _said_in_words(config.ray.address):
+            _reach(config.ray.address)
+
+
 def _reach(address: str | None) -> None:
     """Raise OSError where nobody listens at `host:port`: Ray would try for minutes."""
     where = urlsplit(address if address is not None and "//" in address else f"//{address}")

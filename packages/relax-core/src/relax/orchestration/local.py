@@ -8,7 +8,7 @@ from relax.components.context import RunContext
 from relax.components.host import RoleHost
 from relax.engine.failover import as_lost
 from relax.orchestration.engine_keeper import EngineKeeper
-from relax.orchestration.launcher import Poll, WorkerStatus
+from relax.orchestration.launcher import Poll, RoleFailed, WorkerStatus
 from relax.orchestration.plan import Plan
 
 END_SECONDS = 30.0
@@ -33,7 +33,11 @@ class LocalLauncher:
             pool = {n: await self._hosts[n].engine() for n in engines} if name == "rollout" else None
             host = RoleHost(name, self._context, pool)
             self._hosts[name] = host
-            await host.build()
+            try:
+                await host.build()
+            except Exception as error:
+                told = "".join(traceback.format_exception(error)).rstrip()
+                raise RoleFailed(f"{name} failed:\n{told}") from error
         settings = self._context.config
         for name in engines:
             self._keepers[name] = EngineKeeper(

@@ -1,14 +1,16 @@
 """What can be checked in seconds, before a process is started: the prompts, the names, the ports."""
 
+import json
 import socket
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from agentic import AgenticError
 
 from relax import algorithms
 from relax.backends.inference.errors import EngineError
-from relax.backends.inference.registry import ENGINES
+from relax.backends.inference.registry import ENGINES, engine_class
 from relax.backends.inference.sglang.installed import explain
 from relax.backends.train.registry import BACKENDS, RANK_BACKENDS
 from relax.components.assembly import Environments, algorithm_settings, context_length
@@ -16,6 +18,8 @@ from relax.components.context import RunContext
 from relax.components.trainers import is_gang
 from relax.config import ConfigError, RunConfig
 from relax.engine.prompts import BadRow, prompt_of, read_rows
+from relax.orchestration.model_shape import shape_of
+from relax.orchestration.suitability import missized
 
 PROMPTS_CHECKED = 512
 """Rows whose prompts are encoded beforehand; a bad or too long one further on drops its group."""
@@ -32,16 +36,35 @@ def preflight(config: RunConfig, context: RunContext) -> None:
     _check_prompts(rows, config, context)
 
 
+def check_sizes(config: RunConfig, model: Path) -> None:
+    """Raise ConfigError for a split that does not divide the model, or a context it does not have. A model
+    whose config.json says its sizes in words of its own is left to those who build it.
+    """
+    try:
+        shape = shape_of(json.loads((model / "config.json").read_text()))
+    except (KeyError, TypeError):
+        return
+    if faults := list(missized(config, shape)):
+        raise ConfigError("this configuration cannot run:\n  " + "\n  ".join(faults))
+
+
 def check_names(config: RunConfig) -> None:
     """Raise ConfigError for an engine, backend, algorithm, environment or reward that there is not."""
-    backends = RANK_BACKENDS if is_gang(config.actor) else BACKENDS
-    for key, name, lookup in (
-        ("rollout.engine", config.rollout.engine, ENGINES),
-        ("actor.backend", config.actor.backend, backends),
+    engine, backend, algorithm = config.rollout.engine, config.actor.backend, config.algorithm.name
+    backends = RANK_BACKENDS if is_gang(config.actor) or backend not in BACKENDS.entries else BACKENDS
+    for key, name, lookup, load in (
+        ("rollout.engine", engine, ENGINES, engine_class),
+        ("actor.backend", backend, backends, backends.load),
     ):
-        _check(f"{key} = {name!r}", lambda lookup=lookup, name=name: lookup.path(name))
-    if ":" not in config.algorithm.name:
-        _check("algorithm", lambda: algorithms.check(config.algorithm.name, algorithm_settings(config)))
+        # What is ours is there, and takes seconds to import; what is another's may be anything.
+        found = load if ":" in name else lookup.path
+        _check(f"{key} = {name!r}", lambda found=found, name=name: found(name))
+    if ":" in algorithm:
+        _check(
+            f"algorithm.name = {algorithm!r}", lambda: algorithms.build(algorithm, algorithm_settings(config))
+        )
+    else:
+        _check("algorithm", lambda: algorithms.check(algorithm, algorithm_settings(config)))
     _check("environment or reward", lambda: Environments(config))
 
 
@@ -88,7 +111,7 @@ def _check_prompts(rows: Sequence[Mapping[str, Any]], config: RunConfig, context
 
     try:
         processor = OmniProcessor.from_pretrained(context.model, family=config.model.family)
-    except OmniProcessorError as error:
+    except (OmniProcessorError, TypeError, ValueError, LookupError, OSError) as error:
         raise ConfigError(f"model.path = {config.model.path!r}: {error}") from error
     room = context_length(context) - 1
     for number in range(min(len(rows), PROMPTS_CHECKED)):

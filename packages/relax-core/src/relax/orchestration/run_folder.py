@@ -5,6 +5,7 @@ import fcntl
 import json
 import os
 import shutil
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -66,6 +67,20 @@ class RunFolder:
     @property
     def segments(self) -> Path:
         return self.path / "segments.jsonl"
+
+
+def check_root(config: RunConfig) -> None:
+    """Raise ConfigError where no run folder could be made; leaves nothing there."""
+    root = Path(config.run.root).absolute()
+    there = next(folder for folder in (root, *root.parents) if folder.exists())
+    try:
+        with tempfile.TemporaryDirectory(dir=there):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"run.root = {config.run.root!r}: no folder can be made in {there} ({error.strerror}); name "
+            f"another one"
+        ) from error
 
 
 def create(config: RunConfig, name: str) -> RunFolder:

@@ -9,6 +9,7 @@ from relax.backends.train.megatron.families import FAMILIES
 from relax.backends.train.omni import MODEL_TYPE as OMNI
 from relax.backends.train.vision import MODEL_TYPE as SEEN
 from relax.config import RunConfig
+from relax.config.freeze import PARTS
 from relax.orchestration.model_shape import ModelShape
 
 WHOLE = ("qwen2_5_omni",)
@@ -22,6 +23,18 @@ def unsuitable(config: RunConfig, shape: ModelShape) -> Iterator[str]:
     """What cannot work of a model with a backend, an engine and a split: the key, the value, the way out."""
     yield from _trainer(config, shape)
     yield from _engine(config, shape)
+    yield from _context(config, shape)
+
+
+def missized(config: RunConfig, shape: ModelShape) -> Iterator[str]:
+    """Of that, what is about sizes alone: a split that does not divide, a context that is too short, a part
+    to be frozen that there is not.
+    """
+    yield from _frozen(config, shape)
+    if config.actor.backend == "megatron" and shape.kind in FAMILIES:
+        yield from _megatron_split(config, shape)
+    if config.rollout.engine == "sglang":
+        yield from _sglang_split(config, shape)
     yield from _context(config, shape)
 
 
@@ -114,6 +127,11 @@ def _engine(config: RunConfig, shape: ModelShape) -> Iterator[str]:
             f"{' and '.join(SHOWN)}, and plays no sound, which SGLang takes as files only; use "
             f"rollout.engine=transformers"
         )
+    yield from _sglang_split(config, shape)
+
+
+def _sglang_split(config: RunConfig, shape: ModelShape) -> Iterator[str]:
+    rollout = config.rollout
     ranks, heads = rollout.sglang.tensor_parallel, shape.kv_heads
     if shape.heads % ranks:
         yield (
@@ -130,6 +148,19 @@ def _engine(config: RunConfig, shape: ModelShape) -> Iterator[str]:
             f"rollout.sglang.expert_parallel = {rollout.sglang.expert_parallel} does not divide the model's "
             f"num_experts of {shape.experts}; choose a divisor"
         )
+
+
+def _frozen(config: RunConfig, shape: ModelShape) -> Iterator[str]:
+    parts = {
+        "language": True,
+        "vision": shape.sees,
+        "audio": shape.hears,
+        "projector": shape.sees or shape.hears,
+    }
+    there = ", ".join(part for part in PARTS if parts[part])
+    for part in config.actor.freeze:
+        if not parts[part]:
+            yield f"actor.freeze names {part!r}, and the model ({shape.kind}) has {there} only; leave it out"
 
 
 def _context(config: RunConfig, shape: ModelShape) -> Iterator[str]:

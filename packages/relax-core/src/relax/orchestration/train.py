@@ -24,7 +24,7 @@ from relax.orchestration.gpus import check_gpus
 from relax.orchestration.launcher import Launcher, Poll, RoleFailed
 from relax.orchestration.model_folder import model_folder, sees_pictures
 from relax.orchestration.plan import Plan, check_cpus, plan
-from relax.orchestration.preflight import preflight
+from relax.orchestration.preflight import check_sizes, preflight
 from relax.orchestration.routing_check import replayed_routing
 from relax.orchestration.run_folder import RunFolder, begin_segment, hold
 from relax.orchestration.services import QueueWatch, Services, services
@@ -190,6 +190,7 @@ def prepare(config: RunConfig, folder: RunFolder, *, resume: bool, replay: Path 
     check_cpus(plan(config), config)
     check_gpus(plan(config), config)
     model = model_folder(config, folder.model)
+    check_sizes(config, model)
     replayed_routing(config, model)
     nowhere = Endpoint("")
     context = RunContext(
