@@ -82,7 +82,7 @@ def test_a_plain_string_is_the_prompt_itself(processor, picture, special):
     assert sample.tokens[1] == special["<|vision_start|>"]
     assert (sample.tokens[2:14] == special["<|image_pad|>"]).all()
     assert sample.tokens[14] == special["<|vision_end|>"]
-    assert sample.token_counts == {"text": 4, "image": 12}
+    assert sample.token_counts == {"text": 4, "image": 12, "video": 0}
     assert processor.decode(processor("a<image>b").tokens) == "a<image>b"
 
 
@@ -131,7 +131,7 @@ def test_images_must_be_a_list(processor):
         processor("<image>", images="a.png")
 
 
-@pytest.mark.parametrize("kind", ["video_url", "input_audio", "video"])
+@pytest.mark.parametrize("kind", ["audio_url", "input_audio", "audio"])
 def test_other_modalities_are_named(processor, kind):
     with pytest.raises(UnsupportedModality, match="takes text, image"):
         processor(user({"type": kind, kind: "x"}))

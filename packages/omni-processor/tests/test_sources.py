@@ -15,7 +15,8 @@ from omni_processor import (
     TooLarge,
     Undecodable,
 )
-from omni_processor.sources import resolve, shorten
+from omni_processor.encoded import shorten
+from omni_processor.sources import resolve
 from PIL import Image
 
 

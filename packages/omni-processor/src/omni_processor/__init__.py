@@ -1,7 +1,8 @@
 """Every modality to the tensors a model was trained on.
 
-`OmniProcessor` turns a conversation (text, images) into token ids, media tensors and their spans; `collate`
-batches the tensors. Results are numpy; importing this package imports neither torch nor transformers.
+`OmniProcessor` turns a conversation (text, images, sound, video) into token ids, media tensors and their
+spans; `collate` batches the tensors. Results are numpy; importing this package imports neither torch nor
+transformers.
 """
 
 from omni_processor.errors import (
@@ -20,9 +21,10 @@ from omni_processor.errors import (
     UnsupportedModality,
 )
 from omni_processor.processor import OmniProcessor
-from omni_processor.sample import Budget, ItemPlan, Limits, MediaItem, Sample, Span, collate
+from omni_processor.sample import OPAQUE, Budget, ItemPlan, Limits, MediaItem, Sample, Span, collate
 
 __all__ = [
+    "OPAQUE",
     "Budget",
     "BudgetExceeded",
     "ConfigError",

@@ -17,9 +17,10 @@ from functools import cache
 import numpy as np
 from PIL import ExifTags, Image, ImageFile, UnidentifiedImageError
 
+from omni_processor.encoded import Encoded
 from omni_processor.errors import ConfigError, TooLarge, Undecodable
 from omni_processor.sample import Limits
-from omni_processor.sources import EncodedImage, PixelImage, ResolvedImage, to_eight_bit
+from omni_processor.sources import PixelImage, ResolvedImage, to_eight_bit
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF", "JPEG2000", "MPO")
 """Formats that are opened. Of the others some run programs (EPS) and some accept any bytes (TGA)."""
@@ -138,7 +139,7 @@ def decode(resolved: ResolvedImage, header: ImageHeader, item: str = "image") ->
     return picture
 
 
-def _open(resolved: EncodedImage, item: str) -> Image.Image:
+def _open(resolved: Encoded, item: str) -> Image.Image:
     data = resolved.data
     opening = data[:4096].lstrip(b"\xef\xbb\xbf \t\r\n").lower()
     if opening.startswith(b"<svg") or (

@@ -1,61 +1,95 @@
 """Conversations in the shapes people have them, brought to what a chat template reads, media taken out.
 
-Accepted content: a string, or a list of OpenAI-style parts (``text``, ``image_url``) and Hugging Face style
-ones (``image`` with ``image``, ``url``, ``path``, ``base64`` or nothing). With ``images=[...]``, a
-``<image>`` in the text and an ``image`` part without a source take the next one of the list.
+Accepted content: a string, or a list of OpenAI-style parts (``text``, ``image_url``, ``input_audio``,
+``video_url``) and Hugging Face style ones (``image``, ``audio`` or ``video`` with a source under that name,
+``url``, ``path``, ``base64`` or nothing). With ``images=[...]``, an ``<image>`` in the text and an ``image``
+part without a source take the next one of the list; so do ``<audio>`` with ``audios=``, ``<video>`` with
+``videos=``.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from omni_processor.errors import MessageError, SpanMismatch, UnsupportedModality
 
-IMAGE_MARK = "<image>"
+KINDS: tuple[str, ...] = ("image", "audio", "video")
 
 _TEXT_TYPES = ("text", "input_text", "output_text")
-_IMAGE_TYPES = ("image", "image_url", "input_image")
-_SOURCE_KEYS = ("image", "image_url", "url", "path", "bytes")
+_PART_TYPES = {name.format(kind): kind for kind in KINDS for name in ("{}", "{}_url", "input_{}")}
 
 
-class ImageColumn:
-    """The ``images=`` argument, taken one by one as the text asks for them.
-
-    With ``required=False`` image parts may lack a source: only the text is wanted.
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A media item that a conversation asks for: its kind and source, and for a video whether its own sound
+    is wanted (None: as the call says).
     """
 
-    def __init__(self, images: Sequence[Any] | None, *, required: bool = True) -> None:
-        if images is not None and (isinstance(images, str | bytes) or not isinstance(images, Sequence)):
-            raise MessageError(
-                f"images must be a list of sources, not {type(images).__name__}: wrap a single one in [ ]"
-            )
-        self.given = images is not None
+    kind: str
+    source: Any
+    own_sound: bool | None = None
+
+
+class Columns:
+    """The ``images=``, ``audios=`` and ``videos=`` arguments, taken one by one as the text asks for them.
+
+    With ``required=False`` media parts may lack a source: only the text is wanted.
+    """
+
+    def __init__(self, *, required: bool = True, **columns: Sequence[Any] | None) -> None:
+        for name, column in columns.items():
+            if column is not None and (isinstance(column, str | bytes) or not isinstance(column, Sequence)):
+                raise MessageError(
+                    f"{name}= must be a list of sources, not {type(column).__name__}: wrap a single one in "
+                    "[ ]"
+                )
         self.required = required
-        self._images = list(images or ())
-        self._asked = 0
+        self._given = {kind: list(columns.get(f"{kind}s") or ()) for kind in KINDS}
+        self._asked = dict.fromkeys(KINDS, 0)
+        marked = [kind for kind in KINDS if columns.get(f"{kind}s") is not None]
+        self.marked = frozenset(marked)
+        self._mark = re.compile("|".join(f"<{kind}>" for kind in marked)) if marked else None
 
-    def __len__(self) -> int:
-        return len(self._images)
+    def kinds(self) -> list[str]:
+        """Modalities of which there are sources."""
+        return [kind for kind in KINDS if self._given[kind]]
 
-    def take(self) -> Any:
-        self._asked += 1
-        return self._images[self._asked - 1] if self._asked <= len(self._images) else None
+    def take(self, kind: str) -> Any:
+        """The next source of a kind, None behind the last."""
+        given, asked = self._given[kind], self._asked[kind]
+        self._asked[kind] += 1
+        return given[asked] if asked < len(given) else None
 
     def check(self) -> None:
         """Raises: SpanMismatch, unless exactly all were asked for."""
-        if self._asked != len(self._images):
-            raise SpanMismatch(
-                f"the text asks for {self._asked} images ({IMAGE_MARK} marks and parts without a source), "
-                f"but images= holds {len(self._images)}: they must be as many",
-                item=f"image {min(self._asked, len(self._images))}",
-            )
+        for kind in KINDS:
+            given, asked = len(self._given[kind]), self._asked[kind]
+            if kind in self.marked and asked != given:
+                raise SpanMismatch(
+                    f"the text asks for {asked} {kind}s (<{kind}> marks and parts without a source), but "
+                    f"{kind}s= holds {given}: they must be as many",
+                    item=f"{kind} {min(asked, given)}",
+                )
+
+    def split(self, text: str) -> Iterator[dict[str, Any]]:
+        """Text parts, and a part without a source for every mark of a column that was given."""
+        at = 0
+        for mark in self._mark.finditer(text) if self._mark else ():
+            if mark.start() > at:
+                yield {"type": "text", "text": text[at : mark.start()]}
+            yield {"type": mark.group()[1:-1]}
+            at = mark.end()
+        if at < len(text):
+            yield {"type": "text", "text": text[at:]}
 
 
 def prepare_messages(
-    messages: Sequence[Mapping[str, Any]], column: ImageColumn, modalities: frozenset[str]
-) -> tuple[list[dict[str, Any]], list[Any]]:
-    """Messages for the chat template, and the image sources in their order. The input is not changed.
+    messages: Sequence[Mapping[str, Any]], columns: Columns, modalities: frozenset[str]
+) -> tuple[list[dict[str, Any]], list[Asked]]:
+    """Messages for the chat template, and the media they ask for in order. The input is not changed.
 
     For a model without media, lists of text parts become one string: its template knows nothing else.
 
@@ -65,50 +99,44 @@ def prepare_messages(
     """
     if isinstance(messages, Mapping) or not isinstance(messages, Sequence) or not messages:
         raise MessageError(f"a conversation is a non-empty list of messages, not {messages!r:.80}")
-    prepared, sources = [], []
+    prepared: list[dict[str, Any]] = []
+    asked: list[Asked] = []
     for index, message in enumerate(messages):
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise MessageError(f'message {index} must be a mapping with a "role", not {message!r:.80}')
         copied = dict(message)
         content = message.get("content")
         if isinstance(content, str):
-            if column.given and IMAGE_MARK in content:
-                copied["content"] = _content(list(_split(content)), index, column, modalities, sources)
+            parts = list(columns.split(content))
+            if any(part["type"] != "text" for part in parts):
+                copied["content"] = _content(parts, index, columns, modalities, asked)
         elif isinstance(content, Sequence) and not isinstance(content, bytes):
-            copied["content"] = _content(content, index, column, modalities, sources)
+            copied["content"] = _content(content, index, columns, modalities, asked)
         elif content is not None:
             raise MessageError(
                 f"the content of message {index} is {type(content).__name__}: use a string or a list of parts"
             )
         prepared.append(copied)
-    return prepared, sources
+    return prepared, asked
 
 
-def replace_marks(text: str, column: ImageColumn, placeholder: str) -> tuple[str, list[Any]]:
-    """Text for no chat template: every ``<image>`` becomes `placeholder`; also the sources, in order."""
-    sources = []
-    pieces = []
-    for part in _split(text):
-        if part["type"] == "image":
-            sources.append(column.take())
-            pieces.append(placeholder)
-        else:
+def replace_marks(text: str, columns: Columns, placeholders: Mapping[str, str]) -> tuple[str, list[Asked]]:
+    """Text for no chat template: every mark becomes its kind's placeholder; also what it asks for."""
+    asked: list[Asked] = []
+    pieces: list[str] = []
+    for part in columns.split(text):
+        if part["type"] == "text":
             pieces.append(part["text"])
-    return "".join(pieces), sources
-
-
-def _split(text: str) -> Iterator[dict[str, Any]]:
-    for position, piece in enumerate(text.split(IMAGE_MARK)):
-        if position:
-            yield {"type": "image"}
-        if piece:
-            yield {"type": "text", "text": piece}
+        else:
+            asked.append(Asked(part["type"], columns.take(part["type"])))
+            pieces.append(placeholders[part["type"]])
+    return "".join(pieces), asked
 
 
 def _content(
-    parts: Sequence[Any], index: int, column: ImageColumn, modalities: frozenset[str], sources: list[Any]
+    parts: Sequence[Any], index: int, columns: Columns, modalities: frozenset[str], asked: list[Asked]
 ) -> list[dict[str, Any]] | str:
-    flat: list[dict[str, Any]] = []
+    flat: list[Mapping[str, Any]] = []
     for part in parts:
         if isinstance(part, str):
             part = {"type": "text", "text": part}
@@ -121,57 +149,72 @@ def _content(
             text = part.get("text")
             if not isinstance(text, str):
                 raise MessageError(f"a text part of message {index} has no text: {part!r:.80}")
-            flat.extend(
-                _split(text) if column.given and IMAGE_MARK in text else [{"type": "text", "text": text}]
-            )
-        elif kind in _IMAGE_TYPES:
-            flat.append({"type": "image", "source": _image_source(part)})
+            flat.extend(columns.split(text) if text else [{"type": "text", "text": text}])
+        elif kind in _PART_TYPES:
+            flat.append({**part, "type": kind})
         else:
-            taken = ", ".join(("text", *sorted(modalities)))
             raise UnsupportedModality(
-                f"message {index} has a part of type {kind!r}; this model takes {taken}", item=str(kind)
+                f"message {index} has a part of type {kind!r}; this model takes {_taken(modalities)}",
+                item=str(kind),
             )
     content: list[dict[str, Any]] = []
     for part in flat:
-        if part["type"] == "text":
-            content.append(part)
+        if part["type"] in _TEXT_TYPES:
+            content.append({"type": "text", "text": part["text"]})
             continue
-        label = f"image {len(sources)}"
-        if "image" not in modalities:
+        kind = _PART_TYPES[part["type"]]
+        label = f"{kind} {len(asked)}"
+        if kind not in modalities:
             raise UnsupportedModality(
-                f"message {index} holds an image, but this model reads text only: use a vision model or "
-                "leave it out",
+                f"message {index} holds a part of type {part['type']!r}, but {_refusal(kind, modalities)}",
                 item=label,
             )
-        source = part.get("source")
+        source = _source(part, kind)
         if source is None:
-            source = column.take()
-            if source is None and column.required and not column.given:
+            source = columns.take(kind)
+            if source is None and columns.required and kind not in columns.marked:
                 raise MessageError(
-                    f"an image part of message {index} has no source: give it one of "
-                    f"{', '.join(_SOURCE_KEYS)}, or pass images=[...]"
+                    f"the {kind} part of message {index} has no source: give it one of "
+                    f"{', '.join(_source_keys(kind))}, or pass {kind}s=[...]"
                 )
-        sources.append(source)
-        content.append({"type": "image"})
+        asked.append(Asked(kind, source, part.get("use_audio_in_video")))
+        content.append({"type": kind})
     if not modalities:
         return "".join(part["text"] for part in content)
     return content
 
 
+def _refusal(kind: str, modalities: frozenset[str]) -> str:
+    if not modalities:
+        return f"this model reads text only: use a model that takes {kind}s, or leave it out"
+    return f"this model takes {_taken(modalities)}: leave it out, or use a model that takes {kind}s"
+
+
+def _taken(modalities: frozenset[str]) -> str:
+    return ", ".join(("text", *(kind for kind in KINDS if kind in modalities)))
+
+
 def _guess_type(part: Mapping[str, Any]) -> str:
-    for kind in ("text", "image", "image_url"):
+    for kind in ("text", *_PART_TYPES):
         if part.get(kind) is not None:
             return kind
     return f"unknown, keys {sorted(map(str, part))}"
 
 
-def _image_source(part: Mapping[str, Any]) -> Any:
-    for key in _SOURCE_KEYS:
+def _source_keys(kind: str) -> tuple[str, ...]:
+    return (kind, f"{kind}_url", f"input_{kind}", "url", "path", "bytes")
+
+
+def _source(part: Mapping[str, Any], kind: str) -> Any:
+    for key in _source_keys(kind):
         # Tables store a part's absent keys as None, so None means absent.
         value = part.get(key)
-        if value is not None:
-            if isinstance(value, Mapping) and "url" in value:
-                return value["url"]
-            return value
+        if value is None:
+            continue
+        if isinstance(value, Mapping) and value.get("url") is not None:
+            return value["url"]
+        if isinstance(value, Mapping) and isinstance(value.get("data"), str):
+            return f"data:{kind}/{value.get('format') or '*'};base64,{value['data']}"  # OpenAI's input_audio
+        return value
     encoded = part.get("base64")
-    return None if encoded is None else f"data:image/*;base64,{encoded}"
+    return None if encoded is None else f"data:{kind}/*;base64,{encoded}"

@@ -25,6 +25,7 @@ class ModelFiles:
     tokenizer: Any
     config: Mapping[str, Any]
     preprocessor: Mapping[str, Any]
+    video_preprocessor: Mapping[str, Any]
     generation_config: Mapping[str, Any]
 
 
@@ -38,12 +39,15 @@ def read_model(name: str | os.PathLike[str], revision: str | None = None) -> Mod
     if not folder.is_dir():
         folder = _from_hub(os.fspath(name), revision)
     config = _read_json(folder / "config.json")
-    nested = _read_json(folder / "processor_config.json").get("image_processor")
+    nested = _read_json(folder / "processor_config.json")
     return ModelFiles(
         folder=folder,
         tokenizer=_load_tokenizer(folder),
         config=config,
-        preprocessor=_read_json(folder / "preprocessor_config.json") or nested or {},
+        preprocessor=_read_json(folder / "preprocessor_config.json")
+        or {**(nested.get("feature_extractor") or {}), **(nested.get("image_processor") or {})},
+        video_preprocessor=nested.get("video_processor")
+        or _read_json(folder / "video_preprocessor_config.json"),
         generation_config=_read_json(folder / "generation_config.json"),
     )
 

@@ -13,13 +13,10 @@ from omni_processor.cache import ItemCache
 from omni_processor.chat import ChatTokenizer, Messages
 from omni_processor.errors import BudgetExceeded, ConfigError, MessageError, UnsupportedModality
 from omni_processor.families import Family
-from omni_processor.images import decode, decoder_errors, read_header
-from omni_processor.messages import IMAGE_MARK, ImageColumn, prepare_messages, replace_marks
+from omni_processor.media import Prepared, Preparer, refusal
+from omni_processor.messages import KINDS, Asked, Columns, prepare_messages, replace_marks
 from omni_processor.pretrained import read_model
 from omni_processor.sample import Budget, ItemPlan, Limits, MediaItem, Sample, Span
-from omni_processor.sources import ResolvedImage, content_digest, resolve
-
-_NO_IMAGES = "this model reads text only: use a vision model, or leave the images out"
 
 
 class OmniProcessor:
@@ -30,8 +27,8 @@ class OmniProcessor:
         family: a family's name (its published pixel rules then hold) or one made by `families.create`.
         generation_config: the model's generation_config.json as a dict, for its end and padding tokens.
         budget: limits in tokens.
-        limits: limits in bytes and pixels, held against headers before anything is decoded.
-        cache_bytes: memory for tensorised items, kept by content: equal pictures are decoded once.
+        limits: limits in bytes, pixels, seconds and frames, held against headers before anything is decoded.
+        cache_bytes: memory for tensorised items, kept by content: equal ones are decoded once.
     """
 
     def __init__(
@@ -67,7 +64,7 @@ class OmniProcessor:
         limits: Limits | None = None,
         cache_bytes: int = 256 * 2**20,
     ) -> Self:
-        """From a model folder or a hub id: its config.json, tokenizer and (image) preprocessor config.
+        """From a model folder or a hub id: its config.json, tokenizer and preprocessor configs.
 
         Args:
             model: the folder, or ``owner/name``.
@@ -86,7 +83,9 @@ class OmniProcessor:
             family = families.family_of(files.config)
         return cls(
             files.tokenizer,
-            family=families.create(family, files.tokenizer, files.config, files.preprocessor),
+            family=families.create(
+                family, files.tokenizer, files.config, files.preprocessor, files.video_preprocessor
+            ),
             generation_config=files.generation_config,
             budget=budget,
             limits=limits,
@@ -113,6 +112,9 @@ class OmniProcessor:
         messages: str | Messages,
         *,
         images: Sequence[Any] | None = None,
+        audios: Sequence[Any] | None = None,
+        videos: Sequence[Any] | None = None,
+        use_audio_in_video: bool = False,
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
         **template_kwargs: Any,
@@ -124,6 +126,9 @@ class OmniProcessor:
                 plain string, which is the prompt itself and goes through no template.
             images: sources for the ``<image>`` marks in the text (and for image parts without a source), in
                 order. Without it, ``<image>`` is ordinary text.
+            audios, videos: the same for ``<audio>`` and ``<video>``.
+            use_audio_in_video: every video comes with its own sound, unless its part says otherwise under the
+                same name; one without a sound track is then refused.
             add_generation_prompt: whether the header of the assistant's next turn is added (messages only).
             tools: JSON schemas for templates that list tools.
             template_kwargs: passed to the template, e.g. ``enable_thinking=False``.
@@ -132,20 +137,23 @@ class OmniProcessor:
             MessageError, TemplateError: the conversation, or the template on it.
             MediaError: one item cannot be used; the kinds are in `omni_processor.errors`.
         """
-        column = ImageColumn(images)
-        if len(column) and "image" not in self._modalities:
-            raise UnsupportedModality(_NO_IMAGES, item="image 0")
+        columns = Columns(images=images, audios=audios, videos=videos)
+        for kind in columns.kinds():
+            if kind not in self._modalities:
+                raise UnsupportedModality(refusal(self.family, kind), item=f"{kind} 0")
         if isinstance(messages, str):
-            text, sources = messages, []
-            if column.given and IMAGE_MARK in messages:
-                text, sources = replace_marks(messages, column, self.family.placeholder_text("image"))
+            placeholders = {
+                kind: self.family.placeholder_text(kind) if kind in self._modalities else f"<{kind}>"
+                for kind in KINDS
+            }
+            text, asked = replace_marks(messages, columns, placeholders)
         else:
-            prepared, sources = prepare_messages(messages, column, self._modalities)
+            prepared, asked = prepare_messages(messages, columns, self._modalities)
             text = self._chat.render(
                 prepared, add_generation_prompt=add_generation_prompt, tools=tools, **template_kwargs
             )
-        column.check()
-        return self._sample(self._chat.encode(text), sources)
+        columns.check()
+        return self._sample(self._chat.encode(text), asked, use_audio_in_video)
 
     def template_suffix(
         self,
@@ -153,6 +161,7 @@ class OmniProcessor:
         new_messages: Messages,
         *,
         sampled: Sequence[int] | np.ndarray = (),
+        use_audio_in_video: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         **template_kwargs: Any,
     ) -> Sample:
@@ -168,6 +177,7 @@ class OmniProcessor:
                 is not added again; if the turn was cut off, or this is left empty, it is added. Another end
                 token than the template's (such as a base model's <|endoftext|>) does not end a turn, so the
                 turn's end follows it.
+            use_audio_in_video: as for a call, of the new messages.
 
         Returns:
             A `Sample` of the appended piece; its spans count from the piece's start.
@@ -180,28 +190,30 @@ class OmniProcessor:
             raise MessageError("there is no new message to append")
         history = None
         if messages is not None:
-            history, _ = prepare_messages(messages, ImageColumn(None, required=False), self._modalities)
-        added, sources = prepare_messages(new_messages, ImageColumn(None), self._modalities)
+            history, _ = prepare_messages(messages, Columns(required=False), self._modalities)
+        added, asked = prepare_messages(new_messages, Columns(), self._modalities)
         text = self._chat.suffix_text(history, added, tools=tools, **template_kwargs)
-        return self._sample(self._chat.drop_sampled_end(self._chat.encode(text), sampled), sources)
+        collapsed = self._chat.drop_sampled_end(self._chat.encode(text), sampled)
+        return self._sample(collapsed, asked, use_audio_in_video)
 
-    def plan(self, source: Any) -> ItemPlan:
-        """What an image will become and cost in tokens, from its header: nothing is decoded.
+    def plan(self, source: Any, kind: str = "image", *, use_audio_in_video: bool = False) -> ItemPlan:
+        """What an image, audio or video will become and cost in tokens, from its header: nothing is decoded.
 
         Raises: MediaError, as processing it would (except for damage behind the header).
         """
-        return self._plan(source, "image")[1]
+        return self._prepared(Asked(kind, source), kind, use_audio_in_video).plan
 
     def positions(self, tokens: Sequence[int] | np.ndarray, media: Sequence[MediaItem]) -> np.ndarray:
-        """Rotary positions int64 [3, tokens] (time, height, width) of an expanded sequence without padding.
+        """Rotary positions [3, tokens] (time, height, width) of an expanded sequence without padding.
 
-        Equal to the model's own get_rope_index; for text-only models all three rows count 0, 1, 2, ...
+        int64, or float32 for qwen3_omni, whose videos count fractions. Equal to the model's own
+        get_rope_index; for text-only models all three rows count 0, 1, 2, ...
 
         Raises: SpanMismatch.
         """
-        found = spans.match_spans(np.asarray(tokens), media, self.family)
+        found = spans.match(np.asarray(tokens), media, self.family)
         return self.family.positions(
-            len(tokens), [(span.start, span.end, media[span.item]) for span in found]
+            len(tokens), [(placed.places, media[placed.span.item]) for placed in found]
         )
 
     def spans(self, tokens: Sequence[int] | np.ndarray, media: Sequence[MediaItem]) -> list[Span]:
@@ -215,7 +227,7 @@ class OmniProcessor:
     def collapse(
         self, tokens: Sequence[int] | np.ndarray, media: Sequence[MediaItem] | None = None
     ) -> np.ndarray:
-        """The inverse of `expand`. Without `media`, every run of placeholders counts as one item."""
+        """The inverse of `expand`. Without `media`, a run of placeholders is one image or sound."""
         return spans.collapse(np.asarray(tokens), media, self.family)
 
     def check_agreement(
@@ -235,44 +247,33 @@ class OmniProcessor:
         """The text of ids."""
         return self._chat.decode(tokens, skip_special_tokens)
 
-    def _sample(self, collapsed: np.ndarray, sources: Sequence[Any]) -> Sample:
-        media = self._media(sources)
+    def _sample(self, collapsed: np.ndarray, asked: Sequence[Asked], own_sound: bool) -> Sample:
+        media = self._media(asked, own_sound)
         tokens = spans.expand(collapsed, media, self.family)
         found = spans.match_spans(tokens, media, self.family)
-        counts = dict.fromkeys(("text", *self.family.placeholder_ids), 0)
-        for span in found:
-            counts[span.kind] += span.end - span.start
+        counts = {"text": 0} | {
+            kind: int((tokens == token).sum()) for kind, token in self.family.placeholder_ids.items()
+        }
         counts["text"] = len(tokens) - sum(counts.values())
         return Sample(tokens=tokens, media=media, spans=found, token_counts=counts)
 
-    def _plan(self, source: Any, label: str) -> tuple[ResolvedImage, ItemPlan, Any]:
-        if "image" not in self._modalities:
-            raise UnsupportedModality(_NO_IMAGES, item=label)
-        resolved = resolve(source, self.limits, label)
-        header = read_header(resolved, self.limits, label)
-        return resolved, self.family.plan(header, self.budget), header
+    def _prepared(self, asked: Asked, label: str, own_sound: bool) -> Prepared:
+        wanted = own_sound if asked.own_sound is None else asked.own_sound
+        preparer = Preparer(self.family, self.budget, self.limits)
+        return preparer.prepare(asked.kind, asked.source, label, own_sound=wanted and asked.kind == "video")
 
-    def _media(self, sources: Sequence[Any]) -> list[MediaItem]:
-        planned = [self._plan(source, f"image {index}") for index, source in enumerate(sources)]
-        costs = [plan.tokens for _, plan, _ in planned]
+    def _media(self, asked: Sequence[Asked], own_sound: bool) -> list[MediaItem]:
+        prepared = [self._prepared(one, f"{one.kind} {index}", own_sound) for index, one in enumerate(asked)]
+        costs = [one.plan.tokens for one in prepared]
         allowed = self.budget.max_sample_tokens
         if allowed is not None and sum(costs) > allowed:
+            kinds = {one.kind for one in asked}
             raise BudgetExceeded(
                 f"the media cost {sum(costs)} tokens ({', '.join(map(str, costs))}), allowed are {allowed}: "
-                "use fewer or smaller images, or Budget(max_item_tokens=...)",
-                item=f"{len(costs)} images",
+                "use fewer or smaller ones, or Budget(max_item_tokens=..., max_frame_tokens=...)",
+                item=f"{len(costs)} {kinds.pop() if len(kinds) == 1 else 'media item'}s",
             )
-        media = []
-        for index, (resolved, plan, header) in enumerate(planned):
-            label = f"image {index}"
-
-            def make(resolved=resolved, plan=plan, header=header, label=label) -> MediaItem:
-                return self.family.tensorize(decode(resolved, header, label), plan)
-
-            with decoder_errors(label, resolved.label):
-                key = content_digest(resolved, header.orientation)
-            media.append(self._cache.get_or_make(key, make))
-        return media
+        return [self._cache.get_or_make(one.key, one.make) for one in prepared]
 
 
 def _end_tokens(generation: Mapping[str, Any], tokenizer: Any) -> tuple[int, ...]:

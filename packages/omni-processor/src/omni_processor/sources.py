@@ -1,38 +1,22 @@
-"""Sources: every way people hand over an image, resolved in one place to bytes or pixels.
+"""Sources of images: every way people hand one over, resolved in one place to bytes or pixels.
 
-Accepted: a path (`str` or `Path`), a ``file://`` URL (percent-encoded), a data URL, bytes, a PIL image, a
-numpy array [height, width, channels], a torch tensor [channels, height, width], a Hugging Face datasets cell
-``{"bytes": ..., "path": ...}``. Network addresses are refused.
+Accepted: what `omni_processor.encoded` reads, a PIL image, a numpy array [height, width, channels], a torch
+tensor [channels, height, width].
 """
 
 from __future__ import annotations
 
-import base64
-import binascii
 import hashlib
-import os
-import re
-import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import unquote_to_bytes, urlsplit
 
 import numpy as np
 from PIL import Image
 
+from omni_processor.encoded import Encoded, Reading
 from omni_processor.errors import Empty, SourceNotAllowed, TooLarge, Undecodable
 from omni_processor.sample import Limits
-
-_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:")
-
-
-@dataclass(frozen=True, slots=True)
-class EncodedImage:
-    """An image file's bytes."""
-
-    data: bytes
-    label: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +27,7 @@ class PixelImage:
     label: str
 
 
-ResolvedImage = EncodedImage | PixelImage
+ResolvedImage = Encoded | PixelImage
 
 
 def resolve(source: Any, limits: Limits, item: str = "image") -> ResolvedImage:
@@ -55,19 +39,17 @@ def resolve(source: Any, limits: Limits, item: str = "image") -> ResolvedImage:
         TooLarge: more bytes or pixels than `limits`.
         Empty: no bytes or no pixels.
     """
+    reading = Reading(item, "an image", limits.max_bytes, "max_bytes")
+    encoded = reading.read(source)
+    if encoded is not None:
+        return encoded
     match source:
-        case bytes() | bytearray() | memoryview():
-            return _encoded(bytes(source), f"{len(source)} bytes", limits, item)
-        case os.PathLike():
-            return _from_path(os.fspath(source), limits, item)
-        case str():
-            return _from_text(source, limits, item)
         case Image.Image():
             return _pixels(source, f"PIL image {source.mode} {source.width}x{source.height}", limits, item)
         case np.ndarray():
             return _from_array(source, f"numpy {source.dtype} {list(source.shape)}", limits, item)
         case Mapping():
-            return _from_cell(source, limits, item)
+            return reading.cell(source)
     if type(source).__module__.partition(".")[0] == "torch":
         return _from_tensor(source, limits, item)
     raise SourceNotAllowed(
@@ -80,7 +62,7 @@ def resolve(source: Any, limits: Limits, item: str = "image") -> ResolvedImage:
 def content_digest(resolved: ResolvedImage, orientation: int) -> bytes:
     """A 16-byte hash of what the source holds, equal for equal content turned alike."""
     hasher = hashlib.blake2b(digest_size=16)
-    if isinstance(resolved, EncodedImage):
+    if isinstance(resolved, Encoded):
         hasher.update(resolved.data)
         return hasher.digest()
     image = resolved.image
@@ -89,22 +71,6 @@ def content_digest(resolved: ResolvedImage, orientation: int) -> bytes:
         hasher.update(image.palette.tobytes())
     hasher.update(image.tobytes())
     return hasher.digest()
-
-
-def _encoded(data: bytes, label: str, limits: Limits, item: str) -> EncodedImage:
-    if not data:
-        raise Empty("the source holds zero bytes", item=item, source=label)
-    _check_bytes(len(data), label, limits, item)
-    return EncodedImage(data, label)
-
-
-def _check_bytes(count: int, label: str, limits: Limits, item: str) -> None:
-    if count > limits.max_bytes:
-        raise TooLarge(
-            f"{count} bytes, the limit is {limits.max_bytes}: shrink the file or raise Limits(max_bytes=...)",
-            item=item,
-            source=label,
-        )
 
 
 def _pixels(image: Image.Image, label: str, limits: Limits, item: str) -> PixelImage:
@@ -118,88 +84,6 @@ def _pixels(image: Image.Image, label: str, limits: Limits, item: str) -> PixelI
             source=label,
         )
     return PixelImage(image, label)
-
-
-def _from_text(text: str, limits: Limits, item: str) -> ResolvedImage:
-    label = shorten(text)
-    scheme = text[: text.index(":")].lower() if _SCHEME.match(text) else ""
-    if scheme == "data":
-        return _from_data_url(text, label, limits, item)
-    if scheme == "file":
-        parts = urlsplit(text)
-        if parts.netloc not in ("", "localhost"):
-            raise SourceNotAllowed(
-                f"the file is on another host ({parts.netloc}): copy it here and pass its path, or write "
-                "file:///path for a local one",
-                item=item,
-                source=label,
-            )
-        return _from_path(os.fsdecode(unquote_to_bytes(parts.path)), limits, item)
-    if scheme in ("http", "https", "ftp", "s3", "gs", "hf") or "://" in text[:32]:
-        raise SourceNotAllowed(
-            f"{scheme}:// is not fetched here: download it yourself and pass the path, the bytes or a data "
-            "URL",
-            item=item,
-            source=label,
-        )
-    if not text:
-        raise Empty("the path is an empty string", item=item)
-    return _from_path(text, limits, item)
-
-
-def _from_data_url(text: str, label: str, limits: Limits, item: str) -> EncodedImage:
-    header, comma, payload = text.partition(",")
-    if not comma:
-        raise Undecodable(
-            "a data URL needs a comma before its payload: data:image/png;base64,...", item=item, source=label
-        )
-    _check_bytes(
-        len(payload) * 3 // 4 if header.endswith(";base64") else len(payload) // 3, label, limits, item
-    )
-    raw = unquote_to_bytes(payload) if "%" in payload else payload.encode("utf-8", "surrogateescape")
-    if header.endswith(";base64"):
-        # Line breaks are common in pasted base64 and padding is often lost; anything else wrong is an error.
-        compact = b"".join(raw.split()).rstrip(b"=")
-        try:
-            raw = base64.b64decode(compact + b"=" * (-len(compact) % 4), validate=True)
-        except binascii.Error as error:
-            raise Undecodable(
-                f"the data URL's base64 is malformed ({error})", item=item, source=label
-            ) from error
-    return _encoded(raw, label, limits, item)
-
-
-def _from_path(path: str | bytes, limits: Limits, item: str) -> EncodedImage:
-    label = shorten(os.fsdecode(path))
-    try:
-        # Non-blocking, so that a FIFO or a device is recognised instead of waited for.
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise Undecodable(f"the file cannot be opened: {reason}", item=item, source=label) from error
-    try:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            kind = "a folder" if stat.S_ISDIR(status.st_mode) else "a device, pipe or socket"
-            raise SourceNotAllowed(f"this is {kind}, not an image file", item=item, source=label)
-        _check_bytes(status.st_size, label, limits, item)
-        with open(descriptor, "rb", closefd=False) as file:
-            data = file.read(limits.max_bytes + 1)
-    finally:
-        os.close(descriptor)
-    return _encoded(data, label, limits, item)
-
-
-def _from_cell(cell: Mapping[str, Any], limits: Limits, item: str) -> ResolvedImage:
-    data, path = cell.get("bytes"), cell.get("path")
-    if data is not None:
-        return _encoded(bytes(data), shorten(str(path)) if path else f"{len(data)} bytes", limits, item)
-    if path is not None:
-        return _from_text(path, limits, item) if isinstance(path, str) else resolve(path, limits, item)
-    raise Empty(
-        f'a mapping needs "bytes" or "path" (a Hugging Face datasets cell); this one has {sorted(cell)}',
-        item=item,
-    )
 
 
 def _from_tensor(tensor: Any, limits: Limits, item: str) -> PixelImage:
@@ -281,8 +165,3 @@ def to_eight_bit(array: np.ndarray, item: str, label: str) -> np.ndarray:
 
 def _from_sixteen_bit(array: np.ndarray) -> np.ndarray:
     return ((array.astype(np.uint32) + 128) // 257).astype(np.uint8)  # nearest level: 65535 -> 255
-
-
-def shorten(text: str, width: int = 80) -> str:
-    """At most `width` characters that still name the source, never a whole payload."""
-    return text if len(text) <= width else f"{text[: width - 20]}...{text[-12:]}"

@@ -16,12 +16,15 @@ from omni_processor.families.base import Family
 FAMILIES: dict[str, str] = {
     "text": "omni_processor.families.text",
     "qwen3_vl": "omni_processor.families.qwen3_vl",
+    "qwen3_omni": "omni_processor.families.qwen3_omni",
 }
-"""Family name -> module with ``create(tokenizer, config, preprocessor) -> Family``."""
+"""Family name -> module with ``create(tokenizer, config, preprocessor, video) -> Family``."""
 
 MODEL_TYPES: dict[str, str] = {
     "qwen3_vl": "qwen3_vl",
     "qwen3_vl_moe": "qwen3_vl",
+    "qwen3_omni_moe": "qwen3_omni",
+    "qwen3_omni_moe_thinker": "qwen3_omni",
 }
 """``model_type`` of a config.json -> family name. Models without media of their own are family ``text``."""
 
@@ -31,6 +34,7 @@ def create(
     tokenizer: Any,
     config: Mapping[str, Any] | None = None,
     preprocessor: Mapping[str, Any] | None = None,
+    video_preprocessor: Mapping[str, Any] | None = None,
 ) -> Family:
     """Make a family by name.
 
@@ -40,13 +44,15 @@ def create(
         config: the model's config.json as a dict; may be left out when the tokenizer says enough.
         preprocessor: its (image) preprocessor config as a dict; left out, the family's published defaults
             hold.
+        video_preprocessor: its video preprocessor config as a dict; left out, the image's is read for it.
 
     Raises:
         ConfigError: an unknown name, or configs the family cannot follow.
     """
     if name not in FAMILIES:
         raise ConfigError(f"no model family {name!r}: known are {', '.join(sorted(FAMILIES))}")
-    return importlib.import_module(FAMILIES[name]).create(tokenizer, config or {}, preprocessor or {})
+    module = importlib.import_module(FAMILIES[name])
+    return module.create(tokenizer, config or {}, preprocessor or {}, video_preprocessor or {})
 
 
 def family_of(config: Mapping[str, Any]) -> str:
