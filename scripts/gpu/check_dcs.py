@@ -66,6 +66,13 @@ class Check:
         self.backend = "nccl" if device.startswith("cuda") else "gloo"
         self.weights, self.checksum = dcs_peer.weights, dcs_peer.checksum
 
+    def on_gpu(self, ok: bool) -> bool | None:
+        """Whether a goal that is about a GPU is met; None where there is none."""
+        return ok if self.backend == "nccl" else None
+
+    def unless_on_gpu(self, why: str, how: str) -> str:
+        return how if self.backend == "nccl" else f"says nothing on a CPU: {why}; {how}"
+
     def synchronize(self) -> None:
         import torch
 
@@ -230,15 +237,20 @@ class Check:
             figures.add("staged on the device: every byte equal", equal, "", "equal", equal, how)
             figures.add("host to device, arena as it is", plain, "GB/s", "", True, how)
             figures.add(
-                "page-locking an arena in place", registering, "s/GB", "works", not refusal, refusal or how
+                "page-locking an arena in place",
+                registering,
+                "s/GB",
+                "works",
+                self.on_gpu(not refusal),
+                self.unless_on_gpu("there is no driver to lock pages for", refusal or how),
             )
             figures.add(
                 "host to device, arena page-locked",
                 pinned,
                 "GB/s",
                 ">= 1.1x as it is",
-                pinned >= 1.1 * plain or self.backend == "gloo",
-                how,
+                self.on_gpu(pinned >= 1.1 * plain),
+                self.unless_on_gpu("nothing is locked, and the device is host memory", how),
             )
             if self.backend == "nccl":
                 self._beside(figures, mirror, host, how)
@@ -313,8 +325,11 @@ class Check:
                 taken / (self.nbytes / 1e9) * 1e3,
                 "ms/GB",
                 "<= 1.2x one copy of the bytes",
-                taken <= 1.2 * copy or self.backend == "gloo",
-                f"{len(live)} tensors in {taken * 1e3:.3f} ms, one flat copy {copy * 1e3:.3f} ms",
+                self.on_gpu(taken <= 1.2 * copy),
+                self.unless_on_gpu(
+                    "memory of the host, shared with all that runs",
+                    f"{len(live)} tensors in {taken * 1e3:.3f} ms, one flat copy {copy * 1e3:.3f} ms",
+                ),
             )
 
     def published(self, figures: Figures) -> None:

@@ -14,18 +14,25 @@ class Figures:
 
     Attributes:
         failed: claims that did not hold.
-        count: figures so far.
+        count: figures so far that say something.
+        moot: figures that say nothing here.
     """
 
     failed: list[str] = field(default_factory=list)
     count: int = 0
+    moot: int = 0
 
-    def add(self, claim: str, value: Any, unit: str, goal: str, ok: bool, how: str) -> None:
-        """`goal` in words; "" for a figure that is only reported."""
+    def add(self, claim: str, value: Any, unit: str, goal: str, ok: bool | None, how: str) -> None:
+        """`goal` in words; "" for a figure that is only reported. `ok` is None where the goal says nothing on
+        this machine, and `how` says why.
+        """
         if isinstance(value, float):
             value = round(value, 4)
         line = {"claim": claim, "value": value, "unit": unit, "goal": goal, "ok": ok, "how": how}
         print(json.dumps(line), flush=True)
+        if ok is None:
+            self.moot += 1
+            return
         self.count += 1
         if not ok:
             self.failed.append(claim)
@@ -41,7 +48,9 @@ class Figures:
         """Prints it and returns the exit status."""
         held = self.count - len(self.failed)
         print(
-            f"{held} of {self.count} figures hold" + "".join(f"\n  FAILED: {claim}" for claim in self.failed)
+            f"{held} of {self.count} figures hold"
+            + (f", {self.moot} say nothing on this machine" if self.moot else "")
+            + "".join(f"\n  FAILED: {claim}" for claim in self.failed)
         )
         return 1 if self.failed else 0
 
