@@ -14,6 +14,7 @@ from relax.components.trainers import RankHost, open_seat
 from relax.distributed.bus import Endpoint
 from relax.engine.pool import PooledEngine, ReplicaEngine
 from relax.ops.allocator import keep_freed_memory
+from relax.ops.leavable import leavable
 from relax.ops.reports import Report, Reports
 
 
@@ -45,7 +46,7 @@ class RoleHost:
                 keep_freed_memory()
                 self._loop = await EngineHost.create(self._context, self.role)
             else:
-                self._loop = await asyncio.to_thread(self._assemble)
+                self._loop = await leavable(self._assemble)
         except Exception as error:
             self._unbuilt = f"{type(error).__name__}: {error}"
             raise

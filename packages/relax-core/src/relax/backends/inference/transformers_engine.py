@@ -38,6 +38,7 @@ from relax.backends.inference.schedule import (
     StagedVersion,
 )
 from relax.backends.inference.streams import GenerationStream, Waiter
+from relax.ops.leavable import leavable
 
 NO_WEIGHTS = -1
 """The version of an engine that has committed none."""
@@ -133,16 +134,17 @@ class TransformersEngine:
     @classmethod
     async def create(cls, spec: EngineSpec) -> Self:
         """An engine of a run; see `InferenceEngine.create`. Raises as the class does."""
-        return await asyncio.to_thread(
-            cls,
-            spec.folder,
-            dtype=spec.dtype,
-            device=spec.settings.device,
-            max_running=spec.max_running,
-            capacity_tokens=spec.capacity_tokens,
-            capture_routes=spec.routes,
-            log=spec.log,
-            replay=spec.replay,
+        return await leavable(
+            lambda: cls(
+                spec.folder,
+                dtype=spec.dtype,
+                device=spec.settings.device,
+                max_running=spec.max_running,
+                capacity_tokens=spec.capacity_tokens,
+                capture_routes=spec.routes,
+                log=spec.log,
+                replay=spec.replay,
+            )
         )
 
     def generate(self, requests: Sequence[GenerationRequest]) -> GenerationStream:

@@ -1,6 +1,5 @@
 """A server that is ready for an engine: started, or found at its address, and held against the settings."""
 
-import asyncio
 import os
 from dataclasses import dataclass
 
@@ -14,6 +13,7 @@ from relax.backends.inference.sglang.flags import command, environment
 from relax.backends.inference.sglang.model import ServedModel
 from relax.backends.inference.sglang.process import ReservedPort, ServerFailed, ServerProcess
 from relax.backends.inference.sglang.versions import VersionPusher
+from relax.ops.leavable import leavable
 
 _SPARE_INPUT = 2
 """What a server says of its longest prompt, less this, is what prompt and answer may have together: it keeps
@@ -45,7 +45,7 @@ async def launch(spec: EngineSpec) -> Launched:
     """
     settings = spec.settings.sglang
     completed = spec.run_folder / "sglang" / spec.name
-    model = await asyncio.to_thread(ServedModel.read, spec.folder, spec.dtype, completed, spec.seed)
+    model = await leavable(lambda: ServedModel.read(spec.folder, spec.dtype, completed, spec.seed))
     capacity = min(model.context, spec.capacity_tokens or model.context)
     api_key = _api_key(settings.api_key_env)
     process: ServerProcess | None = None
