@@ -12,9 +12,22 @@ PARTITION = "train"
 MEDIA_PREFIX = "media/"
 """Tensors of a modality travel as one field each; None for a sample without it."""
 
-MEDIA_FIELDS = (MEDIA_PREFIX + "pixel_values", MEDIA_PREFIX + "image_grid_thw")
-"""What a picture becomes: float32 [patches, patch values] and int64 [images, 3] (time, height, width in
-patches).
+MEDIA_ORDER = MEDIA_PREFIX + "order"
+"""uint8 [items]: of what kind each is, in the order of their placeholders; see relax.distributed.media."""
+
+MEDIA_FIELDS = (
+    MEDIA_ORDER,
+    MEDIA_PREFIX + "pixel_values",
+    MEDIA_PREFIX + "image_grid_thw",
+    MEDIA_PREFIX + "pixel_values_videos",
+    MEDIA_PREFIX + "video_grid_thw",
+    MEDIA_PREFIX + "video_second_per_grid",
+    MEDIA_PREFIX + "input_features",
+    MEDIA_PREFIX + "audio_feature_lengths",
+)
+"""What a sample shows, the arrays of its items joined: float32 [patches, patch values] and int64 [n, 3]
+(time, height, width in patches) of images and of videos, float32 [n] seconds of a video's step in time,
+float32 [mel frames, mel bins] of all sounds end to end and int64 [n] frames of each.
 """
 
 
@@ -87,9 +100,9 @@ def tasks(*, reference: bool, media: bool, routes: bool = False) -> dict[str, li
     Args:
         reference: a Reference role scores the samples.
         routes: samples have routes, which the actor replays and nobody else reads.
-        media: the model sees pictures: every put writes the media fields, None for a sample without.
+        media: the model sees or hears: every put writes the media fields, None for a sample without.
     """
-    pictures = list(MEDIA_FIELDS) if media else []
+    shown = list(MEDIA_FIELDS) if media else []
     actor = [
         *("tokens", "prompt_length", "loss_mask", "rollout_logprobs", "policy_versions", "advantages"),
         *("ordinal", "member", "reward", "reward_parts", "truncated", "turns"),
@@ -98,6 +111,6 @@ def tasks(*, reference: bool, media: bool, routes: bool = False) -> dict[str, li
         actor.append(ROUTES)
     found = {TASK_ADVANTAGES: ["reward", "loss_mask", "ordinal"]}
     if reference:
-        found[TASK_REFERENCE] = ["tokens", "prompt_length", "loss_mask", "ordinal", "member", *pictures]
+        found[TASK_REFERENCE] = ["tokens", "prompt_length", "loss_mask", "ordinal", "member", *shown]
         actor.append("reference_logprobs")
-    return {**found, TASK_ACTOR: actor + pictures}
+    return {**found, TASK_ACTOR: actor + shown}

@@ -24,8 +24,7 @@ def test_trainers_take_a_thinker_and_a_whole_omni(content, backend):
     whole = {"model_type": "qwen3_omni_moe", "thinker_config": content}
     for model in (content, whole):
         assert faults(model, actor={"backend": backend}, model={"text_only": True}) == []
-        (found,) = faults(model, actor={"backend": backend})
-        assert found.startswith("rollout.engine = transformers")  # which plays no sound
+        assert faults(model, actor={"backend": backend}) == []
 
 
 def test_what_else_hears_is_trained_on_text_alone(content):

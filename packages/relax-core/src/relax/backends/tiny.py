@@ -157,8 +157,7 @@ def write_tiny(
         _write(
             folder / "preprocessor_config.json", tiny_omni.preprocessor_config(_IMAGES) if omni else _IMAGES
         )
-    if omni:
-        _write(folder / "video_preprocessor_config.json", tiny_omni.video_preprocessor_config(_IMAGES))
+        _write(folder / "video_preprocessor_config.json", _videos(omni))
     return folder
 
 
@@ -174,9 +173,23 @@ def character_tokenizer(further: tuple[str, ...] = ()) -> Tokenizer:
     return tokenizer
 
 
+def _videos(omni: bool) -> dict[str, Any]:
+    """video_preprocessor_config.json: frames are cut into patches as images are, two by two in time."""
+    videos = {name: value for name, value in _IMAGES.items() if name != "image_processor_type"}
+    videos |= {"min_frames": 2, "max_frames": 16, "fps": 2}
+    if omni:
+        return videos | {"video_processor_type": "Qwen2VLVideoProcessor"}
+    # Qwen3-VL bounds the pixels of all frames together, Qwen3-Omni those of each.
+    bounds = {name: 16 * pixels for name, pixels in _IMAGES["size"].items()}
+    return videos | {"size": bounds, "video_processor_type": "Qwen3VLVideoProcessor"}
+
+
 def _chat_template(kind: Kind) -> str:
     before, text_part, behind = CHAT_TEMPLATE.partition("{%- elif part['type'] == 'text' -%}")
-    return before + (tiny_omni.CHAT_PARTS if kind == "qwen3_omni" else "") + text_part + behind
+    parts = tiny_omni.VIDEO_PART if kind in _SEEING else ""
+    if kind == "qwen3_omni":
+        parts += tiny_omni.AUDIO_PART
+    return before + parts + text_part + behind
 
 
 def _mixture(kind: Kind, experts: int | None, top_k: int | None, inner: int | None) -> dict[str, Any]:

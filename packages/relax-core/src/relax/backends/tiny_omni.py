@@ -10,13 +10,17 @@ from typing import Any
 AUDIO_SPECIALS = ("<|audio_start|>", "<|audio_end|>", "<|audio_pad|>")
 """Behind all other tokens, so that those have the numbers they have in other tiny models."""
 
-CHAT_PARTS = """\
+VIDEO_PART = """\
 {%- elif part['type'] in ('video', 'video_url') -%}
 {{- '<|vision_start|><|video_pad|><|vision_end|>' -}}
+"""
+"""Content part that the chat templates of tiny models that see know beside text and images."""
+
+AUDIO_PART = """\
 {%- elif part['type'] in ('audio', 'audio_url', 'input_audio') -%}
 {{- '<|audio_start|><|audio_pad|><|audio_end|>' -}}
 """
-"""Content parts that the chat template of a tiny Omni knows beside text and images."""
+"""Content part that the chat template of a tiny Omni knows beside those."""
 
 _NAMED = {
     "image_token": "<|image_pad|>",
@@ -91,16 +95,4 @@ def preprocessor_config(image: dict[str, Any]) -> dict[str, Any]:
         "padding_value": 0.0,
         "return_attention_mask": True,
         "sampling_rate": 16000,
-    }
-
-
-def video_preprocessor_config(image: dict[str, Any]) -> dict[str, Any]:
-    """video_preprocessor_config.json: frames are cut into patches as images are, two by two in time."""
-    kept = {name: value for name, value in image.items() if name != "image_processor_type"}
-    return {
-        **kept,
-        "video_processor_type": "Qwen2VLVideoProcessor",
-        "min_frames": 2,
-        "max_frames": 16,
-        "fps": 2,
     }

@@ -24,7 +24,7 @@ class RunContext:
         source: state of the prompt source to start from.
         replay: folder of a recorded schedule to follow.
         leader: where the ranks of the role's trainer come to; given to those ranks.
-        media: the model sees pictures, so every sample has media fields.
+        media: the model sees or hears, so every sample has media fields.
         segment: how often the run was started before; names the files of this start.
     """
 

@@ -16,6 +16,7 @@ from omni_processor import OmniProcessor
 from relax.backends.train.base import Packed, TrainBackend, ragged
 from relax.components.context import RunContext
 from relax.config.base import ConfigError
+from relax.engine.policy import shown
 from relax.engine.prompts import Prompt, PromptSource, read_rows
 from relax.engine.tasks import task_of
 from relax.ops.reports import Reports
@@ -72,7 +73,7 @@ def demonstrate(processor: OmniProcessor, environment: Any, prompt: Prompt) -> D
             )
         opening, turns = messages[:first], messages[first:]
     start = processor(opening, add_generation_prompt=True)
-    tokens, mask, media = [start.tokens], [], list(start.media)
+    tokens, mask, media = [start.tokens], [], shown(start, files=False)
     conversation = list(opening)
     place = 0
     while place < len(turns):
@@ -86,13 +87,13 @@ def demonstrate(processor: OmniProcessor, environment: Any, prompt: Prompt) -> D
         while following < len(turns) and turns[following]["role"] != "assistant":
             following += 1
         conversation.append(turns[place])
-        shown = turns[place + 1 : following]
-        if shown and following < len(turns):
-            suffix = processor.template_suffix(conversation, shown, sampled=said)
+        seen = turns[place + 1 : following]
+        if seen and following < len(turns):
+            suffix = processor.template_suffix(conversation, seen, sampled=said)
             tokens.append(suffix.tokens)
             mask.append(np.zeros(len(suffix.tokens), np.uint8))
-            media += list(suffix.media)
-            conversation += shown
+            media += shown(suffix, files=False)
+            conversation += seen
         place = following
     return Demonstration(np.concatenate(tokens), len(start.tokens), np.concatenate(mask), media)
 

@@ -79,10 +79,16 @@ def _inputs(config: RunConfig) -> list[str]:
         faults.append(
             f"reward = {config.reward.name} compares with an answer: name its column in data.answer_column"
         )
-    if config.model.text_only and config.data.image_column:
+    if config.model.text_only:
+        faults += [
+            f"model.text_only = true with data.{kind}_column = {column!r}: a model that only reads is shown "
+            f"no {kind}s; leave one of them out"
+            for kind, column in config.data.media_columns.items()
+        ]
+    if config.data.audio_in_video and not config.data.video_column:
         faults.append(
-            f"model.text_only = true with data.image_column = {config.data.image_column!r}: a model that "
-            f"only reads is shown no pictures; leave one of them out"
+            "data.audio_in_video = true without data.video_column: name the column with the videos whose "
+            "sound is to be heard"
         )
     supervised = config.actor.supervised
     if supervised.steps and not config.data.answer_column and config.environment.name == "single_turn":

@@ -45,12 +45,26 @@ class DataSettings(Settings):
     answer_column: str | None = None
     """Column with the reference answer, given to the reward and the environment."""
     image_column: str | None = None
-    """Column with an image or a list of them; they replace the prompt's `<image>` placeholders in order."""
+    """Column with an image or a list of them; they replace the prompt's `<image>` placeholders in order. What
+    has no placeholder comes before the last message's text; a row without media holds null or an empty list.
+    """
+    audio_column: str | None = None
+    """The same of sounds, for `<audio>`: paths, bytes or arrays with their sampling rate."""
+    video_column: str | None = None
+    """The same of videos, for `<video>`: paths or bytes."""
+    audio_in_video: bool = False
+    """Videos come with their own sound, for models that hear; every video then needs a sound track."""
     system_prompt: str | None = None
     shuffle: bool = True
     """Order the rows anew in each epoch, by the run's seed."""
     limit: int | None = Field(default=None, ge=1)
     """Use only the first rows."""
+
+    @property
+    def media_columns(self) -> dict[str, str]:
+        """Kind of media (image, video, audio) -> its column, for those that are given."""
+        columns = {"image": self.image_column, "video": self.video_column, "audio": self.audio_column}
+        return {kind: column for kind, column in columns.items() if column}
 
 
 class FactorySettings(Settings):

@@ -14,6 +14,7 @@ import transferqueue as tq
 
 from relax import schema
 from relax.config.run import RunConfig
+from relax.distributed.media import fields_of
 from relax.distributed.version_clock import VersionViolation
 
 READY_AT_ONCE = 64
@@ -282,25 +283,14 @@ def columns(samples: Sequence[Sample], *, media: bool) -> tuple[dict[str, Any], 
         len(s.media) == len(first) and all(a is b for a, b in zip(s.media, first, strict=True))
         for s in samples
     )
-    for name in schema.MEDIA_FIELDS:
-        key = name.removeprefix(schema.MEDIA_PREFIX)
-        if same and first:
-            shared[name] = ([_joined(first, key)], np.zeros(len(samples), np.int64))
-        else:
-            fields[name] = [_joined(s.media, key) if s.media else None for s in samples]
+    if same and first:
+        index = np.zeros(len(samples), np.int64)
+        for name, array in fields_of(first).items():
+            if array is None:
+                fields[name] = [None] * len(samples)
+            else:
+                shared[name] = ([array], index)
+    else:
+        rows = [fields_of(s.media) for s in samples]
+        fields |= {name: [row[name] for row in rows] for name in schema.MEDIA_FIELDS}
     return fields, shared
-
-
-def media_of(batch: Any, row: int) -> list[dict[str, Any]]:
-    """The media of a row as one item, every tensor joined over the row's images in order; empty for none."""
-    item = {
-        name.removeprefix(schema.MEDIA_PREFIX): batch[name][row]
-        for name in batch.fields
-        if name.startswith(schema.MEDIA_PREFIX)
-    }
-    item = {key: value for key, value in item.items() if value is not None}
-    return [{"kind": "image", **item}] if item else []
-
-
-def _joined(items: Sequence[Mapping[str, Any]], key: str) -> np.ndarray:
-    return np.concatenate([item[key] for item in items if key in item])

@@ -14,7 +14,7 @@ import transferqueue as tq
 from relax import schema
 from relax.backends.routes import UNROUTED, without_route
 from relax.backends.train.base import Packed, ragged
-from relax.distributed.bus import media_of
+from relax.distributed.media import media_of
 
 RESPONSE_FIELDS = ("loss_mask", "rollout_logprobs", "advantages", "reference_logprobs")
 

@@ -1,9 +1,10 @@
 """agentic's Policy over the engine pool: the processor's encoding and a seat's generation."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from agentic import Action, Encoded, Generation, GenerationRequest, Message, Observation
-from omni_processor import OmniProcessor
+from omni_processor import OPAQUE, OmniProcessor, Sample
 
 from relax.engine.seats import Seat
 
@@ -21,7 +22,7 @@ class Opening:
             if prompted == add_generation_prompt and _same(known, messages):
                 return encoded
         sample = self._processor(messages, add_generation_prompt=add_generation_prompt)
-        encoded = Encoded(sample.tokens, list(sample.media))
+        encoded = Encoded(sample.tokens, shown(sample))
         self._known = (list(messages), add_generation_prompt, encoded)
         return encoded
 
@@ -44,7 +45,7 @@ class SeatPolicy:
         sample = self._processor.template_suffix(
             [*conversation, assistant], list(observation.messages), sampled=action.tokens
         )
-        return Encoded(sample.tokens, list(sample.media))
+        return Encoded(sample.tokens, shown(sample))
 
     def decode(self, tokens: Sequence[int]) -> str:
         return self._processor.decode(tokens, skip_special_tokens=True)
@@ -54,6 +55,14 @@ class SeatPolicy:
 
     async def abort(self, request_id: str) -> None:
         await self._seat.abort(request_id)
+
+
+def shown(sample: Sample, *, files: bool = True) -> list[dict[str, Any]]:
+    """The media of a sample as engines and trainers take them: what the model is fed, and for engines that
+    take no arrays the encoded original of what is heard or moves.
+    """
+    left = [name for name in OPAQUE if not (files and name == "file")]
+    return [{name: value for name, value in item.items() if name not in left} for item in sample.media]
 
 
 def _same(known: Sequence[Message], messages: Sequence[Message]) -> bool:

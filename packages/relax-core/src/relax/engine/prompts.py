@@ -6,6 +6,7 @@ the ordinals that were taken and not trained: nothing is skipped and nothing rep
 
 import difflib
 import importlib
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -115,7 +116,7 @@ def prompt_of(rows: Sequence[Mapping[str, Any]], index: int, settings: DataSetti
         BadRow: the row cannot be read, lacks a column, or holds no text or messages where they should be.
     """
     try:
-        row = rows[index]  # an image column is decoded here, and decoders raise whatever they like
+        row = rows[index]  # a column of images is decoded here, and decoders raise whatever they like
         if not isinstance(row, Mapping):
             raise ValueError(f"expected a mapping from columns to values, not {row!r:.80}")
         messages = messages_of(row, settings)
@@ -128,10 +129,10 @@ def prompt_of(rows: Sequence[Mapping[str, Any]], index: int, settings: DataSetti
 
 
 def messages_of(row: Mapping[str, Any], settings: DataSettings) -> list[dict[str, Any]]:
-    """The chat messages of a row, images in the places of their `<image>` placeholders.
+    """The chat messages of a row, media in the places of their placeholders, such as `<image>`.
 
     Raises:
-        ValueError: a column is missing or empty, or holds no messages; the images and placeholders differ.
+        ValueError: a column is missing or empty, or holds no messages; more placeholders than media.
     """
     if settings.messages_column:
         messages = _conversation(_cell(row, settings.messages_column), settings.messages_column)
@@ -144,16 +145,16 @@ def messages_of(row: Mapping[str, Any], settings: DataSettings) -> list[dict[str
         _check_text(message["content"])
     if settings.system_prompt:
         messages.insert(0, {"role": "system", "content": settings.system_prompt})
-    if settings.image_column:
-        cell = _cell(row, settings.image_column)
-        images = list(cell) if isinstance(cell, list | tuple) else [cell]
-        messages = [_with_images(message, images) for message in messages]
-        if images:
-            parts = [{"type": "image", "image": image} for image in images]
+    columns = {kind: _items(_cell(row, column)) for kind, column in settings.media_columns.items()}
+    if columns:
+        placing = _Placing(columns, settings.audio_in_video)
+        messages = [placing.placed(message) for message in messages]
+        left = placing.left()
+        if left:
             last = messages[-1]
             content = last["content"]
             text = [{"type": "text", "text": content}] if isinstance(content, str) else content or []
-            messages[-1] = {**last, "content": [*parts, *text]}
+            messages[-1] = {**last, "content": [*left, *text]}
     return messages
 
 
@@ -187,20 +188,47 @@ def _check_text(content: Any) -> None:
             text.encode()
 
 
-def _with_images(message: dict[str, Any], images: list[Any]) -> dict[str, Any]:
-    content = message["content"]
-    if not isinstance(content, str) or "<image>" not in content:
-        return message
-    parts: list[dict[str, Any]] = []
-    pieces = content.split("<image>")
-    for place, piece in enumerate(pieces):
-        if place:
-            if not images:
-                raise ValueError(f"the prompt has more <image> placeholders than images: {content[:80]!r}")
-            parts.append({"type": "image", "image": images.pop(0)})
-        if piece:
-            parts.append({"type": "text", "text": piece})
-    return {**message, "content": parts}
+def _items(cell: Any) -> list[Any]:
+    """The media of a cell: a list of them, one, or none."""
+    if cell is None:
+        return []
+    return list(cell) if isinstance(cell, list | tuple) else [cell]
+
+
+class _Placing:
+    """The media of a row, by kind, put in the places of the placeholders in its messages one by one."""
+
+    def __init__(self, columns: Mapping[str, list[Any]], own_sound: bool) -> None:
+        self._columns = columns
+        self._own_sound = own_sound
+        self._mark = re.compile("|".join(f"<{kind}>" for kind in columns))
+
+    def placed(self, message: dict[str, Any]) -> dict[str, Any]:
+        """The message with its placeholders, in a text, replaced by parts."""
+        content = message["content"]
+        if not isinstance(content, str) or not self._mark.search(content):
+            return message
+        parts: list[dict[str, Any]] = []
+        at = 0
+        for mark in self._mark.finditer(content):
+            kind = mark.group()[1:-1]
+            if mark.start() > at:
+                parts.append({"type": "text", "text": content[at : mark.start()]})
+            if not self._columns[kind]:
+                raise ValueError(f"the prompt has more <{kind}> placeholders than {kind}s: {content[:80]!r}")
+            parts.append(self._part(kind, self._columns[kind].pop(0)))
+            at = mark.end()
+        if at < len(content):
+            parts.append({"type": "text", "text": content[at:]})
+        return {**message, "content": parts}
+
+    def left(self) -> list[dict[str, Any]]:
+        """Parts of what no placeholder asked for."""
+        return [self._part(kind, source) for kind, sources in self._columns.items() for source in sources]
+
+    def _part(self, kind: str, source: Any) -> dict[str, Any]:
+        part = {"type": kind, kind: source}
+        return part | {"use_audio_in_video": True} if kind == "video" and self._own_sound else part
 
 
 def read_rows(settings: DataSettings) -> Sequence[Mapping[str, Any]]:
@@ -221,7 +249,7 @@ def read_rows(settings: DataSettings) -> Sequence[Mapping[str, Any]]:
         raise ConfigError(f"data.path = {settings.path!r} holds no rows")
     there = _columns(rows, settings.path)
     prompt_key = "messages_column" if settings.messages_column else "prompt_column"
-    for key in (prompt_key, "answer_column", "image_column"):
+    for key in (prompt_key, "answer_column", "image_column", "video_column", "audio_column"):
         column = getattr(settings, key)
         if column is not None and column not in there:
             near = difflib.get_close_matches(column, there, 1)
@@ -230,6 +258,20 @@ def read_rows(settings: DataSettings) -> Sequence[Mapping[str, Any]]:
                 f"data.{key} = {column!r}: {settings.path} has no such column, only "
                 f"{', '.join(map(repr, there))}{hint}"
             )
+    return rows if isinstance(rows, list) else _encoded(rows, settings)
+
+
+def _encoded(rows: Any, settings: DataSettings) -> Any:
+    """The rows with sounds and videos left encoded, which omni_processor decodes, and an engine may need."""
+    from datasets import Audio, List, Video
+
+    for column in (settings.audio_column, settings.video_column):
+        feature = rows.features.get(column) if column else None
+        inner = feature.feature if isinstance(feature, List) else feature
+        if column is None or not isinstance(inner, Audio | Video):
+            continue
+        left = type(inner)(decode=False)
+        rows = rows.cast_column(column, List(left) if isinstance(feature, List) else left)
     return rows
 
 

@@ -108,6 +108,7 @@ def _from_hub(config: RunConfig) -> Path:
         ) from error
 
 
-def sees_pictures(folder: Path) -> bool:
-    """Whether the model has a vision tower."""
-    return "vision_config" in json.loads((folder / "config.json").read_text())
+def takes_media(folder: Path) -> bool:
+    """Whether the model sees or hears."""
+    content = json.loads((folder / "config.json").read_text())
+    return any(tower in content for tower in ("vision_config", "audio_config", "thinker_config"))

@@ -4,7 +4,7 @@ import json
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from agentic import AgenticError
 
@@ -21,8 +21,14 @@ from relax.engine.prompts import BadRow, prompt_of, read_rows
 from relax.orchestration.model_shape import shape_of
 from relax.orchestration.suitability import missized
 
+if TYPE_CHECKING:
+    from omni_processor import OmniProcessor
+
 PROMPTS_CHECKED = 512
 """Rows whose prompts are encoded beforehand; a bad or too long one further on drops its group."""
+
+STREAMS_CHECKED = 32
+"""The same where they come with sound or video, which take longer to decode."""
 
 
 def preflight(config: RunConfig, context: RunContext) -> None:
@@ -106,6 +112,24 @@ def _check_port(key: str, port: int) -> None:
             ) from error
 
 
+def _check_columns(config: RunConfig, processor: "OmniProcessor") -> None:
+    """Refuse columns of media that the model does not take."""
+    family, model = processor.family, f"model.path = {config.model.path!r}"
+    taken = ", ".join(("text", *sorted(family.placeholder_ids)))
+    for kind, column in config.data.media_columns.items():
+        if kind not in family.placeholder_ids:
+            verb = "hear" if kind == "audio" else "see"
+            raise ConfigError(
+                f"data.{kind}_column = {column!r} with {model} ({family.name}), which does not {verb} {kind}s: "
+                f"it takes {taken}; leave the column out, or take a model that does"
+            )
+    if config.data.audio_in_video and not family.hears_videos:
+        raise ConfigError(
+            f"data.audio_in_video = true with {model} ({family.name}), which does not hear: it takes "
+            f"{taken}; leave it out, or take a model that does"
+        )
+
+
 def _check_prompts(rows: Sequence[Mapping[str, Any]], config: RunConfig, context: RunContext) -> None:
     from omni_processor import OmniProcessor, OmniProcessorError
 
@@ -113,8 +137,10 @@ def _check_prompts(rows: Sequence[Mapping[str, Any]], config: RunConfig, context
         processor = OmniProcessor.from_pretrained(context.model, family=config.model.family)
     except (OmniProcessorError, TypeError, ValueError, LookupError, OSError) as error:
         raise ConfigError(f"model.path = {config.model.path!r}: {error}") from error
+    _check_columns(config, processor)
     room = context_length(context) - 1
-    for number in range(min(len(rows), PROMPTS_CHECKED)):
+    streams = config.data.media_columns.keys() & {"audio", "video"}
+    for number in range(min(len(rows), STREAMS_CHECKED if streams else PROMPTS_CHECKED)):
         at = f"data.path = {config.data.path!r}: row {number}"
         try:
             prompt = prompt_of(rows, number, config.data, number)

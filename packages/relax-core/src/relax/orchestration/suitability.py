@@ -114,10 +114,12 @@ def _megatron_split(config: RunConfig, shape: ModelShape) -> Iterator[str]:
 def _engine(config: RunConfig, shape: ModelShape) -> Iterator[str]:
     rollout, model = config.rollout, f"model.path = {config.model.path!r} ({shape.kind})"
     reads = config.model.text_only
-    if rollout.engine == "transformers" and ((shape.hears and not reads) or shape.kind in WHOLE):
+    if rollout.engine == "transformers" and (
+        (shape.hears and not reads and shape.kind not in HEARD) or shape.kind in WHOLE
+    ):
         yield (
-            f"rollout.engine = transformers with {model}: it shows pictures to a {SEEN} and plays sound to "
-            f"none; take a model's thinker alone with model.text_only=true, or another model"
+            f"rollout.engine = transformers with {model}: of the models that hear it plays sound to "
+            f"{', '.join(HEARD)}; take one of those, or a thinker alone with model.text_only=true"
         )
     if rollout.engine != "sglang":
         return

@@ -22,7 +22,7 @@ from relax.ops.sinks import JsonLines, Sink, TensorBoard
 from relax.orchestration.accounting import Accounting, settle
 from relax.orchestration.gpus import check_gpus
 from relax.orchestration.launcher import Launcher, Poll, RoleFailed
-from relax.orchestration.model_folder import model_folder, sees_pictures
+from relax.orchestration.model_folder import model_folder, takes_media
 from relax.orchestration.plan import Plan, check_cpus, plan
 from relax.orchestration.preflight import check_sizes, preflight
 from relax.orchestration.routing_check import replayed_routing
@@ -200,7 +200,7 @@ def prepare(config: RunConfig, folder: RunFolder, *, resume: bool, replay: Path 
         nowhere,
         nowhere,
         replay=replay,
-        media=sees_pictures(model) and not config.model.text_only,
+        media=takes_media(model) and not config.model.text_only,
     )
     preflight(config, context)
     newest = Checkpoints(folder.path, config.checkpoint.keep).newest() if resume else None
