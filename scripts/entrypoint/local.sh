@@ -15,10 +15,10 @@ EOF
 }
 
 # shellcheck source=scripts/entrypoint/words.sh
-source "$(dirname "${BASH_SOURCE[0]}")/words.sh"
+source "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/words.sh"
 read_words "$@"
 
-relax=${RELAX:-$(command_of relax)}
+relax=$(command_of RELAX relax)
 
 if [ "$dry" != 0 ]; then
   exec "$relax" doctor "${words[@]}" ray.address=null ${CLUSTER:+--cluster "$CLUSTER"}

@@ -20,15 +20,21 @@ EOF
 }
 
 # shellcheck source=scripts/entrypoint/words.sh
-source "$(dirname "${BASH_SOURCE[0]}")/words.sh"
+source "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/words.sh"
 read_words "$@"
 
 if [ "$dry" != 0 ]; then
-  exec "${RELAX:-$(command_of relax)}" doctor "${words[@]}" ray.address=auto ${CLUSTER:+--cluster "$CLUSTER"}
+  relax=$(command_of RELAX relax)
+  exec "$relax" doctor "${words[@]}" ray.address=auto ${CLUSTER:+--cluster "$CLUSTER"}
 fi
 
+ray=$(command_of RAY ray)
 variables=()
 for name in ${JOB_ENV:-}; do
+  if [ -z "${!name+set}" ]; then
+    echo "${0##*/}: JOB_ENV names $name, which is not set here; set it, or leave it out" >&2
+    exit 64
+  fi
   variables+=("$name")
 done
 runtime=$(python3 -c '
@@ -37,15 +43,18 @@ print(json.dumps({"env_vars": {name: os.environ[name] for name in sys.argv[1:]}}
 ' ${variables[@]+"${variables[@]}"})
 
 address=${RAY_ADDRESS:-http://127.0.0.1:8265}
+if [[ ! $address =~ ^https?://[^/:]+(:[0-9]+)?/?$ ]]; then
+  echo "${0##*/}: RAY_ADDRESS = $address is no address of a dashboard; it looks like http://HEAD:8265" >&2
+  exit 64
+fi
 if ! why=$(python3 -c '
 import socket, sys
 from urllib.parse import urlsplit
 where = urlsplit(sys.argv[1])
-if where.scheme in ("http", "https"):
-    try:
-        socket.create_connection((where.hostname, where.port or {"http": 80, "https": 443}[where.scheme]), 10).close()
-    except OSError as error:
-        sys.exit(print(error.strerror or error) or 1)
+try:
+    socket.create_connection((where.hostname, where.port or {"http": 80, "https": 443}[where.scheme]), 10).close()
+except (OSError, ValueError, OverflowError) as error:
+    sys.exit(print(getattr(error, "strerror", None) or error) or 1)
 ' "$address"); then
   echo "${0##*/}: no Ray answers at $address ($why); start one (ray start --head), or say in RAY_ADDRESS where the" \
     "dashboard of its head node is" >&2
@@ -55,7 +64,7 @@ fi
 # The words are quoted for the shell that starts the driver.
 printf -v quoted '%q ' "${words[@]}"
 printf -v folder '%q' "${WORKDIR:-$root}"
-exec "${RAY:-$(command_of ray)}" job submit \
+exec "$ray" job submit \
   --address "$address" \
   --runtime-env-json "$runtime" \
   -- bash -c "cd $folder && exec relax train ${quoted}ray.address=auto"

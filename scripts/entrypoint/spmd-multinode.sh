@@ -25,19 +25,20 @@ EOF
 }
 
 # shellcheck source=scripts/entrypoint/words.sh
-source "$(dirname "${BASH_SOURCE[0]}")/words.sh"
+source "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/words.sh"
 read_words "$@"
 
-relax=${RELAX:-$(command_of relax)}
-ray=${RAY:-$(command_of ray)}
+relax=$(command_of RELAX relax)
 
 if [ "$dry" != 0 ]; then
   exec "$relax" doctor "${words[@]}" ray.address=auto ${CLUSTER:+--cluster "$CLUSTER"}
 fi
 
-rank=${NODE_RANK:-${SLURM_NODEID:-0}}
-nodes=${NNODES:-${SLURM_NNODES:-1}}
-port=${MASTER_PORT:-6379}
+ray=$(command_of RAY ray)
+nodes=$(number_of NNODES "${NNODES:-${SLURM_NNODES:-1}}" 1)
+rank=$(number_of NODE_RANK "${NODE_RANK:-${SLURM_NODEID:-0}}" 0 $((nodes - 1)))
+port=$(number_of MASTER_PORT "${MASTER_PORT:-6379}" 1 65535)
+join=$(number_of JOIN_SECONDS "${JOIN_SECONDS:-600}")
 head=${MASTER_ADDR:-}
 if [ -z "$head" ] && [ -n "${SLURM_JOB_NODELIST:-}" ]; then
   head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
@@ -63,10 +64,10 @@ export RAY_AUTH_MODE=${RAY_AUTH_MODE:-token}
 listens() { timeout 5 bash -c "exec 3<>/dev/tcp/$head/$port" 2>/dev/null; }
 
 await_head() { # Until the Ray of rank 0 listens.
-  local deadline=$((SECONDS + ${JOIN_SECONDS:-600}))
+  local deadline=$((SECONDS + join))
   until listens; do
     if [ "$SECONDS" -ge "$deadline" ]; then
-      echo "spmd-multinode.sh: rank 0 did not listen on $head:$port for ${JOIN_SECONDS:-600} s" >&2
+      echo "spmd-multinode.sh: rank 0 did not listen on $head:$port for $join s" >&2
       exit 69
     fi
     sleep 2

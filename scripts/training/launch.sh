@@ -7,7 +7,7 @@ launch() {
   local about=$1 model=$2 data=$3 config=$4 entry=$5 cluster=$6 root exp word entrypoint
   local words=()
   shift 6
-  root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
+  root=$(cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/../.." && pwd)
   export RELAX_DOCTOR=${RELAX_DOCTOR:-0}
   for word in "$@"; do
     case $word in

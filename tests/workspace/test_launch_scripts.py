@@ -3,6 +3,7 @@
 import os
 import re
 import secrets
+import shutil
 import socket
 import subprocess
 import sys
@@ -157,6 +158,76 @@ def test_a_ray_that_is_not_there_is_said_in_a_line(stub):
     assert line.startswith(f"ray-job.sh: no Ray answers at {address} (Connection refused); start one")
 
 
+ODD = {
+    "a command that there is not": (
+        "local",
+        {"RELAX": "/no/such"},
+        "there is no command /no/such; install it",
+    ),
+    "no command at all": ("local", {"PATH": "/usr/bin:/bin", "RELAX": "relax-nowhere"}, "or name it: RELAX="),
+    "a ray that there is not": ("ray-job", {"RAY": "/no/such"}, "or name it: RAY=COMMAND"),
+    "a rank that is a word": ("spmd-multinode", {"NODE_RANK": "x"}, "NODE_RANK = x is no number from 0 to 1"),
+    "a rank beyond the nodes": (
+        "spmd-multinode",
+        {"NODE_RANK": "2"},
+        "NODE_RANK = 2 is no number from 0 to 1",
+    ),
+    "nodes that are a word": ("spmd-multinode", {"NNODES": "two"}, "NNODES = two is no number from 1"),
+    "a port beyond all": (
+        "spmd-multinode",
+        {"MASTER_PORT": "99999"},
+        "MASTER_PORT = 99999 is no number from 1 to",
+    ),
+    "a time that is a word": ("spmd-multinode", {"JOIN_SECONDS": "1 h"}, "JOIN_SECONDS = 1 h is no number"),
+    "an address of no dashboard": (
+        "ray-job",
+        {"RAY_ADDRESS": "10.0.0.1:6379"},
+        "looks like http://HEAD:8265",
+    ),
+    "a port that is a word": ("ray-job", {"RAY_ADDRESS": "http://head:x"}, "is no address of a dashboard"),
+    "a variable that is not set": (
+        "ray-job",
+        {"JOB_ENV": "NOWHERE"},
+        "JOB_ENV names NOWHERE, which is not set",
+    ),
+}
+
+
+@pytest.mark.parametrize("odd", ODD)
+def test_an_odd_environment_is_refused_in_a_line(odd, stub):
+    name, environment, message = ODD[odd]
+    given = {"NNODES": "2", "MASTER_ADDR": "127.0.0.1", "RELAX": stub, "RAY": stub} | environment
+    done = run(f"entrypoint/{name}", "c.yaml", **given)
+    assert done.returncode in (64, 69)
+    assert done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"{name}.sh: ")
+    assert message in line
+
+
+def test_scripts_work_from_folders_with_spaces_and_through_links(stub, tmp_path):
+    there = tmp_path / "a checkout"
+    shutil.copytree(ROOT / "scripts", there / "scripts")
+    link = tmp_path / "train"
+    link.symlink_to(there / "scripts/training/text/run-qwen3-4B-8xgpu.sh")
+    done = subprocess.run(
+        [link],
+        env={"PATH": os.environ["PATH"], "RELAX": stub, "EXP_DIR": "/my data"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert done.stdout.splitlines() == [
+        "train",
+        f"{there}/configs/qwen3-4B-8xgpu.yaml",
+        "model.path=/my data/models/Qwen3-4B",
+        "data.path=/my data/data/dapo-math-17k/dapo-math-17k.jsonl",
+        "run.root=/my data/runs",
+        "ray.address=null",
+    ]
+
+
 def test_a_ray_job_is_submitted_with_its_words_quoted(stub):
     head = socket.create_server(("127.0.0.1", 0))
     address = f"http://127.0.0.1:{head.getsockname()[1]}"
@@ -275,12 +346,6 @@ WRONG = {
         "nodes: [{name: n, cpus: 96, gpus: 8, gpu_memory: 80GB, memory: 1TiB}]",
         ["mode=colocate", "max_staleness=1"],
         "max_staleness = 1 with mode = colocate",
-    ),
-    "SGLang and sound": (
-        "qwen3-30B-A3B-omni-16xgpu",
-        "nodes: [{name: n, count: 2, cpus: 160, gpus: 8, gpu_memory: 141GB, memory: 2TiB}]",
-        ["rollout.engine=sglang"],
-        "which sees or hears: it shows pictures to qwen3_vl and qwen3_vl_moe, and plays no sound",
     ),
     "a thinker that is to hear": (
         "qwen3-30B-A3B-omni-16xgpu",

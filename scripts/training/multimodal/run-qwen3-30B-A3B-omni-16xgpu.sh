@@ -2,7 +2,7 @@
 # GRPO of the thinker of Qwen3-Omni-30B-A3B on text, on the sixteen GPUs of two nodes. See --help.
 set -euo pipefail
 # shellcheck source=scripts/training/launch.sh
-source "$(dirname "${BASH_SOURCE[0]}")/../launch.sh"
+source "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/../launch.sh"
 
 about=$(
   cat <<'EOF'

@@ -2,7 +2,7 @@
 # GRPO of Qwen3-VL-4B with pictures on the eight GPUs of one node. See --help.
 set -euo pipefail
 # shellcheck source=scripts/training/launch.sh
-source "$(dirname "${BASH_SOURCE[0]}")/../launch.sh"
+source "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/../launch.sh"
 
 about=$(
   cat <<'EOF'

@@ -2,7 +2,7 @@
 # GRPO of Qwen3-30B-A3B, a mixture of experts, on the sixteen GPUs of two nodes. See --help.
 set -euo pipefail
 # shellcheck source=scripts/training/launch.sh
-source "$(dirname "${BASH_SOURCE[0]}")/../launch.sh"
+source "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/../launch.sh"
 
 about=$(
   cat <<'EOF'

@@ -105,6 +105,25 @@ def test_numbers_in_words_are_numbers() -> None:
     }
 
 
+@pytest.mark.parametrize(
+    "path", ["/my runs #2", "/a: b/c", "- x", "#7", "~x", "a, b", "x:", "r 1", "a: b: c", "@x"]
+)
+def test_a_path_in_words_is_taken_as_it_is(path: str) -> None:
+    """YAML would begin a comment in it, or a mapping."""
+    assert parse_overrides([f"run.root={path}"]) == {"run": {"root": path}}
+
+
+def test_words_may_quote_and_say_nothing() -> None:
+    assert parse_overrides(["a='7'", 'b="x # y"', "c=null", "d=~", "e={f: 1}", "g="]) == {
+        "a": "7",
+        "b": "x # y",
+        "c": None,
+        "d": None,
+        "e": {"f": 1},
+        "g": "",
+    }
+
+
 def test_another_reward_does_not_inherit_the_arguments_of_the_one_in_the_file(tmp_path: Path) -> None:
     file = tmp_path / "c.yaml"
     file.write_text("reward: {name: char_share, kwargs: {character: '7', length: 16}}\n")

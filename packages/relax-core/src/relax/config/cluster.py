@@ -24,7 +24,7 @@ class NodeSettings(Settings):
 
     name: str = Field(min_length=1)
     """With a `count` above 1 a number is added to it."""
-    count: int = Field(default=1, ge=1)
+    count: int = Field(default=1, ge=1, le=4096)
     cpus: float = Field(gt=0)
     gpus: int = Field(default=0, ge=0)
     gpu_memory: int | str | None = None

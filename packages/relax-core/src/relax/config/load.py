@@ -19,6 +19,7 @@ from relax.config.base import ConfigError
 from relax.config.run import RunConfig
 
 ENV_PREFIX = "RELAX_"
+OPENING = "\"'{["
 SHORT_FORMS = {"model": "path", "data": "path", "environment": "name", "reward": "name", "algorithm": "name"}
 """Keys that may be given as one word, and the sub-key the word then means."""
 
@@ -121,15 +122,23 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def _scalar(text: str, word: str) -> Any:
+    """A value as YAML; but without quotes or brackets it is one word: a path may hold `#` or `: `."""
+    if not text:
+        return ""
+    whole = text[0] in OPENING
     try:
-        value = yaml.safe_load(text) if text else ""
+        value = yaml.safe_load(text)
     except yaml.YAMLError as error:
+        if not whole:
+            return text
         raise ConfigError(f"{word!r}: the value is not YAML: {error}") from None
-    if isinstance(value, str):  # YAML 1.1 reads 1e-6 as text
+    if isinstance(value, str) and not whole:  # YAML 1.1 reads 1e-6 as text
         try:
-            return float(value) if any(c.isdigit() for c in value) and "_" not in value else value
+            return float(value) if any(c.isdigit() for c in value) and "_" not in value else text
         except ValueError:
-            return value
+            return text
+    if (isinstance(value, dict | list) and not whole) or (value is None and text[0] not in "nN~"):
+        return text
     return value
 
 
