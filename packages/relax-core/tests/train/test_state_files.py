@@ -1,6 +1,7 @@
 """States on disk: whole or not at all, and checked when read."""
 
 import os
+import resource
 import shutil
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from relax.backends.train.base import StateTree
 from relax.backends.train.errors import StateCorruptError, StateFileError, StateMissingError
 from relax.backends.train.state_files import read_state, write_state
+from relax.backends.train.torch_native.shard_files import Box, Parts, write_part
 
 
 @pytest.fixture
@@ -107,6 +109,21 @@ def test_a_failed_write_leaves_nothing(state, tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(StateFileError, match=r"state folder .* cannot be written: .*No space left"):
         write_state(tmp_path / "state", state)
     assert not list(tmp_path.iterdir())
+
+
+def test_what_the_disk_refuses_of_a_state_of_many_ranks_is_named(tmp_path):
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    boxes = {"weight.a": Box((4096,), (0,))}
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1024, before[1]))
+    try:
+        with pytest.raises(StateFileError, match=r"state folder .* cannot be written: .*File too large"):
+            write_part(tmp_path, 0, 1, {"weight.a": torch.zeros(4096)}, boxes, {})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    with pytest.raises(StateMissingError, match="there is no state folder"):
+        Parts(tmp_path / "none")
+    with pytest.raises(StateCorruptError, match=r"rank-00000\.json cannot be read"):
+        Parts(tmp_path)

@@ -11,7 +11,7 @@ from relax.backends.train.errors import BatchError
 from relax.backends.train.visuals import Marks
 
 IMAGE, VIDEO = 5, 6
-MARKS = Marks(IMAGE, VIDEO, merge=2)
+MARKS = Marks(IMAGE, VIDEO, merge=2, values=4)
 
 
 def image(height: int, width: int, seed: int = 0) -> dict:
@@ -85,7 +85,7 @@ def test_a_token_without_a_picture_behind_it_is_text():
             r"image 0 of row 0 needs a run of 4 image tokens \(id 5\), but the row has 2 for",
         ),
         (
-            Marks(IMAGE, None, 2),
+            Marks(IMAGE, None, 2, 4),
             clip(1, 2, 4),
             r"needs a run of 2 video tokens \(id None\), but the row has 0",
         ),
@@ -93,11 +93,18 @@ def test_a_token_without_a_picture_behind_it_is_text():
         (
             MARKS,
             image(2, 2) | {"image_grid_thw": np.asarray([1, 4, 4])},
-            r"shape \(4, 4\).* means 16 patches",
+            r"shape \(4, 4\).* means 16 patches of 4 numbers",
         ),
+        (MARKS, image(2, 3), "width in multiples of 2 patches"),
+        (MARKS, image(2, 2) | {"image_grid_thw": np.asarray([1, -2, -2])}, "above 0"),
+        (MARKS, image(2, 2) | {"image_grid_thw": np.asarray([1, 2])}, "whole numbers"),
+        (MARKS, image(2, 2) | {"image_grid_thw": np.asarray([1.0, 2, 2])}, "whole numbers"),
+        (MARKS, image(2, 2) | {"pixel_values": np.zeros((4, 5), np.float32)}, "4 patches of 4 numbers"),
+        (MARKS, image(2, 2) | {"pixel_values": np.full((4, 4), "a")}, "of <U1"),
     ],
 )
 def test_media_that_does_not_fit_is_refused(marks, item, message):
     rows = [torch.tensor([9, VIDEO, VIDEO, 9, VIDEO, VIDEO, 9, IMAGE, IMAGE])]
-    with pytest.raises(BatchError, match=message):
-        visuals.read(rows, [[item]], marks)
+    for read in (visuals.read, visuals.require):
+        with pytest.raises(BatchError, match=message):
+            read(rows, [[item]], marks)

@@ -175,15 +175,23 @@ BAD = {
     "routes": lambda good: replace(good, routes=torch.zeros(len(good.tokens), 2, 2, dtype=torch.int16)),
     "media": lambda good: replace(good, media=[[{"kind": "image"}]] * good.rows),
     "long row": lambda good: batch(lengths=[(3, 4), (100, 60)]),
+    "dtype": lambda good: replace(good, tokens=good.tokens.int()),
+    "marks": lambda good: replace(
+        good, fields=good.fields | {"loss_mask": torch.full_like(good.fields["loss_mask"], 2)}
+    ),
 }
 
 
-def test_a_bad_batch_is_refused_before_any_rank_sees_it_and_breaks_nothing(gang, loss):
+def test_a_bad_batch_is_refused_before_any_rank_sees_it_and_breaks_nothing(gang, alone, loss, tmp_path):
     good = batch()
     before = gang.forward(good)
     for what, spoiled in BAD.items():
-        with pytest.raises(BatchError):
-            gang.forward_backward(spoiled(good), loss)
+        said = []
+        for trainer in (gang, alone):
+            with pytest.raises(BatchError) as refused:
+                trainer.forward_backward(spoiled(good), loss)
+            said.append(str(refused.value))
+        assert said[0] == said[1], "one process and many say the same"
         if what != "column":  # which a forward does not read
             with pytest.raises(BatchError):
                 gang.forward(spoiled(good))
@@ -197,6 +205,23 @@ def test_a_bad_batch_is_refused_before_any_rank_sees_it_and_breaks_nothing(gang,
     with pytest.raises(StateMissingError):
         gang.load(Path("/no such folder"))
     assert torch.equal(gang.forward(good), before)
+
+
+def test_a_batch_of_nan_is_skipped_as_by_one_process_and_leaves_no_trace(gang, alone, loss, tmp_path):
+    good = batch()
+    gang.save(tmp_path / "before")
+    for column in ("advantages", "rollout_logprobs"):
+        for trainer in (gang, alone):
+            broken = {column: torch.full_like(good.fields[column], torch.nan)}
+            outputs = trainer.forward_backward(replace(good, fields={**good.fields, **broken}), loss)
+            assert not torch.isfinite(outputs.loss)
+            assert trainer.optim_step(1.0).skipped
+    _, stats = step(gang, loss)
+    assert not stats.skipped
+    after = saved(gang, tmp_path / "after")
+    gang.load(tmp_path / "before")
+    step(gang, loss)
+    require_close(saved(gang, tmp_path / "undisturbed"), after, 0.0)
 
 
 def test_what_breaks_is_named_and_ends_all_ranks(running, kind):

@@ -15,7 +15,9 @@ from relax.backends.train.gang.flat import flatten, packed_of, unflatten
 from relax.backends.train.gang.rounds import cut, in_row_order, select
 from relax.backends.train.gang.verbs import shallow
 
-LENGTHS = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 30)), min_size=1, max_size=12)
+LENGTHS = st.lists(st.tuples(st.integers(1, 9), st.integers(0, 30)), min_size=1, max_size=12).filter(
+    lambda lengths: any(response for _, response in lengths)
+)
 
 
 def of(lengths):
@@ -26,16 +28,20 @@ def of(lengths):
 @given(
     LENGTHS, st.integers(1, 5), st.one_of(st.none(), st.integers(1, 60)), st.integers(1, 3), st.integers(1, 3)
 )
-def test_every_row_is_in_one_piece_and_every_replica_has_as_many(lengths, replicas, tokens, least, multiple):
+def test_every_row_with_a_response_is_in_one_piece_and_every_replica_has_as_many(
+    lengths, replicas, tokens, least, multiple
+):
     batch = of(lengths)
     pieces = cut(batch, replicas, tokens=tokens, least=least, multiple=multiple)
     assert len(pieces) == replicas
     assert len({len(part) for part in pieces}) == 1
     assert len(pieces[0]) % multiple == 0
-    assert sorted(row for part in pieces for piece in part for row in piece.rows) == list(range(batch.rows))
+    answered = [row for row, (_, response) in enumerate(lengths) if response]
+    assert sorted(row for part in pieces for piece in part for row in piece.rows) == answered
     for part in pieces:
         for piece in part:
             assert piece.batch.dummy == (not piece.rows)
+            assert (piece.batch.response_offsets.diff() > 0).all()
             if piece.batch.dummy:
                 assert piece.batch.rows == 1
                 assert int(piece.batch.fields["loss_mask"].sum()) == 0

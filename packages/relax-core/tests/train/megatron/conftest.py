@@ -19,6 +19,8 @@ import torch
 HERE = Path(__file__).parent
 VOCABULARY = 101
 SECONDS = 240.0
+SECONDS_BEHIND = 20.0
+"""For an answer of a rank, when another one has failed already and it may wait for that."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -68,15 +70,21 @@ class Ranks:
             assert process.stdin is not None
             process.stdin.write(json.dumps({"case": case, **arguments}) + "\n")
             process.stdin.flush()
-        found = []
+        found, faults = [], []
         for rank, answers in enumerate(self._answers):
-            line = answers.get(timeout=SECONDS)
-            if line is None:
-                pytest.fail(f"rank {rank} ended:\n{self.logs[rank].read_text()[-3000:]}")
-            answer = json.loads(line)
+            # Also behind a fault: what others answer must not be left for the next case.
+            try:
+                line = answers.get(timeout=SECONDS_BEHIND if faults else SECONDS)
+            except queue.Empty:
+                faults.append(f"rank {rank} does not answer")
+                continue
+            answer = {"error": "it ended"} if line is None else json.loads(line)
             if "error" in answer:
-                pytest.fail(f"rank {rank}: {answer['error']}\n{self.logs[rank].read_text()[-3000:]}")
-            found.append(answer["result"])
+                faults.append(f"rank {rank}: {answer['error']}\n{self.logs[rank].read_text()[-3000:]}")
+            else:
+                found.append(answer["result"])
+        if faults:
+            pytest.fail("\n".join(faults))
         return found
 
     def close(self) -> None:
@@ -103,6 +111,14 @@ class Ranks:
 def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
     """Two ranks, for all modules: to start them costs more than all cases together."""
     ranks = Ranks(2, tmp_path_factory.mktemp("two"))
+    yield ranks
+    ranks.close()
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    """Four ranks, for what takes several kinds of parallelism at once."""
+    ranks = Ranks(4, tmp_path_factory.mktemp("four"))
     yield ranks
     ranks.close()
 

@@ -15,7 +15,15 @@ pytestmark = pytest.mark.timeout(300)
 VOCABULARY = 101
 SPLITS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("qwen3", {}, {"tensor_parallel": 2}),
-    ("qwen3", {}, {"pipeline_parallel": 2}),
+    # What a stage has sent may be given up, as training with Megatron usually does.
+    (
+        "qwen3",
+        {},
+        {
+            "pipeline_parallel": 2,
+            "megatron": {"transformer_config": {"deallocate_pipeline_outputs": True}},
+        },
+    ),
     ("qwen3", {}, {"data_parallel": 2}),
     ("qwen3", {}, {"context_parallel": 2}),
     ("qwen3", {}, {"tensor_parallel": 2, "megatron": {"sequence_parallel": True, "recompute": "selective"}}),
@@ -44,6 +52,53 @@ SPLITS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
 ]
 
 
+SEVERAL: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    (
+        "qwen3_moe",
+        {},
+        {
+            "tensor_parallel": 2,
+            "pipeline_parallel": 2,
+            "expert_parallel": 2,
+            "megatron": {"sequence_parallel": True, "recompute": "full"},
+        },
+    ),
+    (
+        "qwen3_moe",
+        {},
+        {
+            "tensor_parallel": 2,
+            "data_parallel": 2,
+            "expert_parallel": 4,
+            "megatron": {"sequence_parallel": True, "distributed_optimizer": True, "recompute": "full"},
+        },
+    ),
+    (
+        "qwen3_moe",
+        {"tied": False},
+        {
+            "pipeline_parallel": 2,
+            "data_parallel": 2,
+            "expert_parallel": 2,
+            "megatron": {"distributed_optimizer": True, "recompute": "selective"},
+        },
+    ),
+    ("qwen3", {}, {"tensor_parallel": 2, "context_parallel": 2, "megatron": {"sequence_parallel": True}}),
+    (
+        "qwen3",
+        {"layers": 4},
+        {
+            "tensor_parallel": 2,
+            "pipeline_parallel": 2,
+            "virtual_pipeline": 2,
+            "megatron": {"sequence_parallel": True, "distributed_optimizer": True},
+        },
+    ),
+    ("qwen3", {"layers": 4}, {"pipeline_parallel": 4}),
+]
+"""Several kinds of parallelism at once, on four ranks."""
+
+
 def _name(split: tuple[str, dict[str, Any], dict[str, Any]]) -> str:
     kind, _, actor = split
     words = [f"{key}={value}" for key, value in actor.items() if key != "megatron"]
@@ -66,9 +121,27 @@ def _expected(process_module: Callable[[str], Any], folder: str) -> Any:
 def test_a_split_agrees_with_transformers(
     split, two: Any, model: Callable[..., str], process_module: Callable[[str], Any], tmp_path: Path
 ) -> None:
+    _require_agreement(split, two, model, process_module, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("split", SEVERAL, ids=_name)
+def test_several_kinds_of_parallelism_at_once_agree_with_transformers(
+    split, four: Any, model: Callable[..., str], process_module: Callable[[str], Any], tmp_path: Path
+) -> None:
+    _require_agreement(split, four, model, process_module, tmp_path)
+
+
+def _require_agreement(
+    split: tuple[str, dict[str, Any], dict[str, Any]],
+    ranks: Any,
+    model: Callable[..., str],
+    process_module: Callable[[str], Any],
+    tmp_path: Path,
+) -> None:
     kind, shape, actor = split
     folder = model(kind, **shape)
-    answers = two("one_step", folder=folder, actor=actor, out=str(tmp_path), vocabulary=VOCABULARY)
+    answers = ranks("one_step", folder=folder, actor=actor, out=str(tmp_path), vocabulary=VOCABULARY)
     expected = _expected(process_module, folder)
 
     scores: dict[str, torch.Tensor] = {}

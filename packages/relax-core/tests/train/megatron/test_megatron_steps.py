@@ -112,3 +112,27 @@ def test_steps_that_must_change_nothing_change_nothing(
         assert answer["difference"] <= 1e-6
         if answer["counts"]:
             assert answer["counts"][0] == answer["counts"][1]
+
+
+def test_a_split_that_does_not_divide_the_model_is_refused_and_names_the_field(
+    two: Any, model: Callable[..., str]
+) -> None:
+    sequence = {"sequence_parallel": True}
+    cases: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
+        ("qwen3", {"num_key_value_heads": 1}, {"tensor_parallel": 2}, "num_key_value_heads is 1"),
+        ("qwen3", {"layers": 3}, {"pipeline_parallel": 2}, "num_hidden_layers is 3"),
+        ("qwen3", {}, {"pipeline_parallel": 2, "virtual_pipeline": 2}, "num_hidden_layers is 2"),
+        ("qwen3_moe", {"num_experts": 3}, {"expert_parallel": 2, "data_parallel": 2}, "num_experts is 3"),
+        ("qwen3_moe", {}, {"tensor_parallel": 2}, "set actor.megatron.sequence_parallel=true"),
+        ("qwen3", {}, {"expert_parallel": 2, "data_parallel": 2}, "a model that has no experts"),
+        (
+            "qwen3_moe",
+            {"moe_intermediate_size": 15},
+            {"tensor_parallel": 2, "expert_tensor_parallel": 2, "megatron": sequence},
+            "moe_intermediate_size is 15, which actor.expert_tensor_parallel = 2 does not divide",
+        ),
+    ]
+    for kind, shape, actor, message in cases:
+        for answer in two("refused_actor", folder=model(kind, **shape), actor={**actor, "load": ""}):
+            assert message in answer["said"], answer["said"]
+            assert answer["said"].startswith("SettingsError")

@@ -1,6 +1,7 @@
 """Hugging Face to megatron and back, and checkpoints that resume, also under another split."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -240,6 +241,71 @@ def test_a_checkpoint_converts_to_what_its_ranks_export(
         name for name in exported if name.endswith(("model.norm.weight", "language_model.norm.weight"))
     )
     assert not torch.equal(exported[norm], _tensors(folder)[norm])
+
+
+def test_a_damaged_or_foreign_checkpoint_is_refused_by_every_rank_and_names_the_file(
+    two: Any, model: Callable[..., str], tmp_path: Path
+) -> None:
+    folder, actor, whole = model("qwen3"), {"tensor_parallel": 2}, tmp_path / "whole"
+    two("train_and_save", folder=folder, actor=actor, out=str(whole), vocabulary=VOCABULARY, steps=1)
+    assert not list(tmp_path.glob(".*")), "nothing is left beside it"
+
+    def refused(place: Path, folder: str = folder, actor: dict[str, Any] = actor) -> str:
+        answers = two("refused_actor", folder=folder, actor={**actor, "load": str(place)})
+        (said,) = {answer["said"] for answer in answers}
+        return said
+
+    def cut_short(path: Path) -> None:
+        os.truncate(path, path.stat().st_size - 1)
+
+    def change(path: Path) -> None:
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 1
+        path.write_bytes(content)
+
+    (other,) = whole.glob("__1_*")
+    for number, (name, damage, message) in enumerate(
+        [
+            (other.name, cut_short, f"{other.name} has sha256"),
+            (other.name, change, f"{other.name} has sha256"),
+            (other.name, Path.unlink, f"lacks {other.name}"),
+            (".metadata", cut_short, ".metadata has sha256"),
+            ("rng-00001.safetensors", Path.unlink, "lacks rng-00001.safetensors"),
+            ("sha256-00001.json", Path.unlink, "sha256-00001.json cannot be read"),
+            ("relax.json", cut_short, "relax.json has sha256"),
+            ("relax.json", Path.unlink, "relax.json is missing"),
+        ]
+    ):
+        place = tmp_path / f"damaged-{number}"
+        shutil.copytree(whole, place)
+        damage(place / name)
+        said = refused(place)
+        assert message in said, said
+        assert str(place) in said
+        assert said.startswith(("StateCorruptError", "StateMissingError")), said
+    assert "model_type = qwen3, this one has llama" in refused(whole, model("llama"))
+    assert "num_hidden_layers = 2, this one has 4" in refused(whole, model("qwen3", layers=4))
+    assert "num_key_value_heads = 2, this one has 4" in refused(whole, model("qwen3", num_key_value_heads=4))
+    assert "tie_word_embeddings = True, this one has False" in refused(whole, model("qwen3", tied=False))
+    assert "torch.float32, this one is in torch.bfloat16" in refused(
+        whole, actor={**actor, "dtype": "bfloat16"}
+    )
+
+
+def test_a_full_disk_is_named_and_older_checkpoints_stay(
+    two: Any, model: Callable[..., str], tmp_path: Path
+) -> None:
+    for answer in two(
+        "full_disk",
+        folder=model("qwen3"),
+        actor={"tensor_parallel": 2},
+        out=str(tmp_path),
+        vocabulary=VOCABULARY,
+    ):
+        assert f"state folder {tmp_path / 'new'} cannot be written" in answer["said"]
+        assert "File too large" in answer["said"]
+        assert answer["steps"] == 1
+        assert answer["left"] == ["new", "old"]
 
 
 @pytest.mark.slow

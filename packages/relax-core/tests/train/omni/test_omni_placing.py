@@ -110,6 +110,15 @@ def test_a_row_without_anything_counts_on(reading):
             lambda s: [s.sound(1.3)],
             r"item 0 of row 0, audio, needs a run of 17 audio tokens \(id 105\), but the row has 0",
         ),
+        (lambda s: [s.image(2, 3)], "width in multiples of 2 patches"),
+        (
+            lambda s: [s.image(2, 2) | {"pixel_values": np.zeros((4, 7), np.float32)}],
+            r"pixel_values of row 0 has shape \(4, 7\) of float32; .* 4 patches of",
+        ),
+        (
+            lambda s: [s.sound(0.3) | {"input_features": np.zeros((1, 7, 30), np.float32)}],
+            "item 0 of row 0, audio, has 7 mel bins; this model hears",
+        ),
         (lambda s: [s.image(2, 2), s.image(8, 4)], r"item 1 of row 0, image, needs a run of 8 image tokens"),
     ],
 )

@@ -98,12 +98,16 @@ class TrainBackend(Protocol):
         """One step of cross-entropy on the tokens `loss_mask` marks, before RL; returns the mean loss."""
         ...
 
-    def tensors(self) -> Iterable[tuple[str, Tensor]]:
-        """The weights by Hugging Face name, as an engine takes them; tied weights once."""
-        ...
-
     def export(self, folder: Path) -> None:
         """Write a Hugging Face folder (weights, tokenizer) that transformers loads with the same logits."""
+        ...
+
+
+class HoldsWeights(Protocol):
+    """A trainer whose weights are whole in its process; those of many ranks are published shard by shard."""
+
+    def tensors(self) -> Iterable[tuple[str, Tensor]]:
+        """The weights by Hugging Face name, as an engine takes them; tied weights once."""
         ...
 
 
@@ -136,6 +140,15 @@ def ragged(rows: Sequence[np.ndarray | Sequence[int]], dtype: torch.dtype) -> tu
     np.cumsum([len(a) for a in arrays], out=offsets[1:])
     values = np.concatenate(arrays) if arrays else np.zeros(0)
     return torch.as_tensor(values).to(dtype), torch.as_tensor(offsets)
+
+
+def felt(loss: Tensor, logprobs: Tensor) -> Tensor:
+    """The loss, with a gradient that is NaN where the loss is NaN or infinite.
+
+    Where a loss clips, its gradient is 0 at what it clips, a NaN too: the step would be taken, and the loss
+    of it would be NaN. A finite loss keeps its gradient.
+    """
+    return loss + (loss.detach() * 0.0) * logprobs.sum()
 
 
 def masked_out(inputs: LossInputs) -> LossOutputs:

@@ -20,13 +20,13 @@ from transformers import PreTrainedModel
 
 from relax.algorithms.spec import LossInputs, LossOutputs
 from relax.backends.models import build_model, load_config, text_config, unsampled_tokens
-from relax.backends.train.base import KeepsState, Packed, StateTree, TrainBackend, ragged
+from relax.backends.train.base import HoldsWeights, KeepsState, Packed, StateTree, TrainBackend, ragged
 from relax.backends.train.errors import TrainError
 from relax.backends.train.settings import TrainerSettings
 from relax.backends.train.state_files import read_state, write_state
 
 
-class Trainer(TrainBackend, KeepsState, Protocol):
+class Trainer(TrainBackend, HoldsWeights, KeepsState, Protocol):
     """What is checked: a trainer in one process."""
 
 
@@ -156,6 +156,21 @@ def a_step_is_adamw_on_the_scaled_gradient(factory: Factory, folder: Path, scrat
     assert distance <= 1e-5, f"weights differ by {distance} in the mean after two steps"
 
 
+def what_a_step_does_not_need_has_a_gradient_of_0(factory: Factory, folder: Path, scratch: Path) -> None:
+    """Weight decay reaches it, as on every backend: a tower in a step without pictures."""
+    settings = TrainerSettings(lr=3e-3, weight_decay=0.5)
+    rows = _rows(folder)
+    backend, model = factory(folder, settings), build_model(folder)
+    torch.cat(_plain_logprobs(model, rows)).sum().backward()
+    unused = {name: p for name, p in model.named_parameters() if p.grad is None}
+    backend.forward_backward(pack(rows), policy_gradient)
+    backend.optim_step(0.1)
+    for name, found in backend.tensors():
+        if name in unused:
+            decay = 1 - settings.lr * settings.weight_decay if found.ndim >= 2 else 1.0
+            _require_close(name, found, unused[name].detach() * decay, 1e-7)
+
+
 def a_gradient_that_is_not_finite_changes_nothing(factory: Factory, folder: Path, scratch: Path) -> None:
     """It is reported, skipped, does not advance the schedule, and the next step is as if it had not been."""
     settings = TrainerSettings(lr=1e-3, warmup_steps=10)
@@ -163,13 +178,19 @@ def a_gradient_that_is_not_finite_changes_nothing(factory: Factory, folder: Path
     broken = [row | {"advantages": np.full_like(row["advantages"], np.nan)} for row in rows]
     backend, undisturbed = factory(folder, settings), factory(folder, settings)
     before = _copy(backend)
-    outputs = backend.forward_backward(pack(broken), policy_gradient)
-    assert not bool(torch.isfinite(outputs.loss)), outputs.loss
-    backend.forward_backward(pack(rows), policy_gradient)
-    stats = backend.optim_step(1.0)
-    assert stats.skipped, stats
-    assert not np.isfinite(stats.grad_norm), stats
-    _require_same(before, _copy(backend))
+
+    def clipping(inputs: LossInputs) -> LossOutputs:
+        """Is NaN with a gradient of 0, as a clipped ratio to a logprob of NaN is."""
+        return LossOutputs(inputs.logprobs.sum() * 0.0 + torch.nan, 1.0)
+
+    for part, loss in ((broken, policy_gradient), (rows, clipping)):
+        outputs = backend.forward_backward(pack(part), loss)
+        assert not bool(torch.isfinite(outputs.loss)), outputs.loss
+        backend.forward_backward(pack(rows), policy_gradient)
+        stats = backend.optim_step(1.0)
+        assert stats.skipped, stats
+        assert not np.isfinite(stats.grad_norm), stats
+        _require_same(before, _copy(backend))
     for one in (backend, undisturbed):
         one.forward_backward(pack(rows), policy_gradient)
     first, second = backend.optim_step(1.0), undisturbed.optim_step(1.0)
@@ -295,6 +316,7 @@ CHECKS: tuple[Check, ...] = (
     gradients_do_not_depend_on_micro_batches,
     a_masked_token_changes_nothing,
     a_step_is_adamw_on_the_scaled_gradient,
+    what_a_step_does_not_need_has_a_gradient_of_0,
     a_gradient_that_is_not_finite_changes_nothing,
     a_discarded_gradient_leaves_no_trace,
     a_resumed_run_equals_an_uninterrupted_one,
@@ -341,7 +363,7 @@ def _stepped(
     return _copy(backend)
 
 
-def _copy(backend: TrainBackend) -> dict[str, Tensor]:
+def _copy(backend: HoldsWeights) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in backend.tensors()}
 
 

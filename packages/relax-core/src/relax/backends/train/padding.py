@@ -83,8 +83,15 @@ def check(batch: Packed, *, vocabulary: int, context: int) -> None:
         BatchError: it does not.
     """
     offsets, prompts = batch.offsets, batch.prompt_lengths
+    for name, tensor in (("tokens", batch.tokens), ("offsets", offsets), ("prompt_lengths", prompts)):
+        if tensor.ndim != 1 or tensor.dtype != torch.int64:
+            raise BatchError(
+                f"{name} is {tensor.dtype} of shape {tuple(tensor.shape)}; it has to be one row of int64"
+            )
     if batch.rows == 0:
         raise BatchError("a micro-batch has no row; leave empty ones out")
+    if len(offsets) == 0:
+        raise BatchError(f"offsets is empty; {batch.rows} rows need {batch.rows + 1} entries")
     if len(offsets) != batch.rows + 1 or int(offsets[0]) != 0 or int(offsets[-1]) != len(batch.tokens):
         raise BatchError(
             f"offsets has {len(offsets)} entries from {int(offsets[0])} to {int(offsets[-1])}; "
@@ -125,6 +132,19 @@ def check(batch: Packed, *, vocabulary: int, context: int) -> None:
             f"token ids run from {low} to {high}, but the model knows 0 to {vocabulary - 1}; were they made "
             "with another tokenizer?"
         )
+
+
+def marked(batch: Packed) -> int:
+    """How many response tokens `loss_mask` marks.
+
+    Raises:
+        BatchError: none, so that there is nothing to learn.
+    """
+    mask = required(batch, "loss_mask")
+    count = int(mask.count_nonzero())
+    if count == 0:
+        raise BatchError(f"loss_mask marks none of {len(mask)} response tokens, so there is nothing to learn")
+    return count
 
 
 def required(batch: Packed, name: str) -> Tensor:

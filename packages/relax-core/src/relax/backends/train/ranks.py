@@ -30,6 +30,8 @@ class RankSpec:
         seed: of weights that the folder does not hold, and of random states.
         torch_threads: intra-op threads of this process; None leaves them as they are.
         trains: False for one that only scores, as the Reference role's: no optimizer is needed.
+        timeout: seconds that a collective of groups that the backend makes may take, as one of the default
+            group: a rank that falls silent is found out by it.
     """
 
     folder: Path
@@ -39,6 +41,7 @@ class RankSpec:
     seed: int = 0
     torch_threads: int | None = 1
     trains: bool = True
+    timeout: float = 1800.0
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,13 @@ The folder is written beside its place, flushed to the disk, and renamed into it
 unpickled.
 """
 
+import contextlib
 import hashlib
 import json
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +34,8 @@ def write_state(folder: str | Path, state: StateTree) -> None:
     What an earlier, interrupted write to the same folder left behind is removed.
 
     Raises:
-        StateFileError: the folder is already there, or `state.data` is not plain JSON (finite numbers, string
-            keys).
+        StateFileError: the folder is already there, `state.data` is not plain JSON (finite numbers, string
+            keys), or it cannot be written, as on a full disk.
     """
     folder = Path(folder)
     if folder.exists():
@@ -46,6 +48,22 @@ def write_state(folder: str | Path, state: StateTree) -> None:
         raise StateFileError(f"state data for {folder} is not plain JSON: {error}") from error
     if json.loads(data) != state.data:
         raise StateFileError(f"state data for {folder} does not survive JSON; use lists, and strings as keys")
+    with written(folder):
+        _write(folder, state, data)
+
+
+@contextlib.contextmanager
+def written(folder: Path) -> Iterator[None]:
+    """For a block that writes a state folder: what the disk refuses is a StateFileError that names it."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise StateFileError(
+            f"state folder {folder} cannot be written: {error}; states that were there before are untouched"
+        ) from error
+
+
+def _write(folder: Path, state: StateTree, data: str) -> None:
     folder.parent.mkdir(parents=True, exist_ok=True)
     prefix = f".{folder.name}.partial-"
     for left in folder.parent.glob(f"{prefix}*"):

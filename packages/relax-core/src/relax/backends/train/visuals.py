@@ -7,7 +7,7 @@ tokens for each of its frames where an image takes one.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
@@ -75,11 +75,13 @@ class Marks:
         image: token id that stands for a part of an image.
         video: token id that stands for a part of a frame; None where the model sees no videos.
         merge: patches, each way, that one token stands for.
+        values: of a patch.
     """
 
     image: int
     video: int | None
     merge: int
+    values: int
 
     @classmethod
     def of(cls, config: Any) -> "Marks":
@@ -88,6 +90,7 @@ class Marks:
             int(config.image_token_id),
             getattr(config, "video_token_id", None),
             int(config.vision_config.spatial_merge_size),
+            patch_values(config.vision_config),
         )
 
     def tokens(self, grid: Grid) -> int:
@@ -111,16 +114,23 @@ def read(rows: Sequence[Tensor], media: Media, marks: Marks) -> tuple[list[Visua
     different: list[Visual] = []
     known: dict[tuple[str, bytes, Grid], int] = {}
     shown: list[Shown] = []
-    for row, items in enumerate(media):
-        found = [visual for item in items for visual in _visuals(row, item)]
-        runs = _runs(row, rows[row], [(kind, grid) for kind, _, grid in found], marks)
-        for (kind, pixels, grid), places in zip(found, runs, strict=True):
-            key = (kind, pixels.tobytes(), grid)
-            if key not in known:
-                known[key] = len(different)
-                different.append(Visual(kind, torch.tensor(pixels), grid))
-            shown.append(Shown(row, known[key], places))
+    for row, kind, pixels, grid, runs in _placed(rows, media, marks):
+        key = (kind, pixels.tobytes(), grid)
+        if key not in known:
+            known[key] = len(different)
+            different.append(Visual(kind, torch.tensor(pixels), grid))
+        shown.append(Shown(row, known[key], runs))
     return different, shown
+
+
+def require(rows: Sequence[Tensor], media: Media, marks: Marks) -> None:
+    """See that `read` can read this; no pixel is copied.
+
+    Raises:
+        BatchError: it cannot.
+    """
+    for _ in _placed(rows, media, marks):
+        pass
 
 
 def places(shown: Shown, visual: Visual, marks: Marks) -> Tensor:
@@ -158,8 +168,76 @@ def rope_positions(length: int, runs: Sequence[tuple[int, Grid]], merge: int) ->
     return torch.cat(parts, dim=1)
 
 
+def patch_values(vision: Any) -> int:
+    """The values of a patch, of a `vision_config` of the Qwen families."""
+    return int(vision.in_channels * vision.temporal_patch_size * vision.patch_size**2)
+
+
+def require_patches(
+    row: int, names: tuple[str, str], pixels: np.ndarray, grids: np.ndarray, marks: "Patches"
+) -> None:
+    """See that pixels are the patches of whole grids.
+
+    Args:
+        row: for messages.
+        names: of the pixels and of the grids.
+        pixels: numbers [patches, values].
+        grids: int64 [visuals, 3]: time, height and width in patches.
+        marks: of the model.
+
+    Raises:
+        BatchError: they are not.
+    """
+    listed = grids.tolist()
+    if (grids < 1).any() or (grids[:, 1:] % marks.merge).any():
+        raise BatchError(
+            f"{names[1]} of row {row} is {listed}; expected (time, height, width) above 0, height and "
+            f"width in multiples of {marks.merge} patches"
+        )
+    patches = int(grids.prod(1).sum())
+    if pixels.shape != (patches, marks.values) or pixels.dtype.kind not in "fiu":
+        raise BatchError(
+            f"{names[0]} of row {row} has shape {pixels.shape} of {pixels.dtype}; {names[1]} {listed} means "
+            f"{patches} patches of {marks.values} numbers"
+        )
+
+
+def grids_of(row: int, name: str, given: np.ndarray) -> np.ndarray:
+    """int64 [visuals, 3] of an array of grids.
+
+    Raises:
+        BatchError: it is none.
+    """
+    if given.size == 0 or given.size % 3 or given.dtype.kind not in "iu":
+        raise BatchError(
+            f"{name} of row {row} is {given.dtype} {given.tolist()}; expected whole numbers, (time, height, "
+            "width) for each"
+        )
+    return given.astype(np.int64).reshape(-1, 3)
+
+
+class Patches(Protocol):
+    """What a model takes for a patch; see `Marks`."""
+
+    @property
+    def merge(self) -> int: ...
+    @property
+    def values(self) -> int: ...
+
+
+def _placed(
+    rows: Sequence[Tensor], media: Media, marks: Marks
+) -> Iterator[tuple[int, Literal["image", "video"], np.ndarray, Grid, tuple[int, ...]]]:
+    """Every visual: its row, kind, pixels and grid, and where its runs begin."""
+    for row, items in enumerate(media):
+        found = [visual for item in items for visual in _visuals(row, item, marks)]
+        runs = _runs(row, rows[row], [(kind, grid) for kind, _, grid in found], marks)
+        for visual, places in zip(found, runs, strict=True):
+            yield row, *visual, places
+
+
 def _visuals(
-    row: int, item: Mapping[str, Any]
+    row: int, item: Mapping[str, Any], marks: Marks
 ) -> Iterator[tuple[Literal["image", "video"], np.ndarray, Grid]]:
     """The visuals of one item, each (kind, pixels [patches, values], grid)."""
     arrays = {name: np.asarray(value) for name, value in item.items() if name != "kind"}
@@ -174,15 +252,10 @@ def _visuals(
         ("pixel_values", "image_grid_thw") if kind == "image" else ("pixel_values_videos", "video_grid_thw")
     )
     pixels = arrays[names[0]]
-    grids = arrays[names[1]].astype(np.int64).reshape(-1, 3)
-    patches = grids.prod(1)
-    if pixels.ndim != 2 or len(pixels) != patches.sum():
-        raise BatchError(
-            f"{names[0]} of row {row} has shape {pixels.shape}; {names[1]} {grids.tolist()} means "
-            f"{patches.sum()} patches"
-        )
+    grids = grids_of(row, names[1], arrays[names[1]])
+    require_patches(row, names, pixels, grids, marks)
     for part, (time, height, width) in zip(
-        np.split(pixels, patches.cumsum()[:-1]), grids.tolist(), strict=True
+        np.split(pixels, grids.prod(1).cumsum()[:-1]), grids.tolist(), strict=True
     ):
         yield "image" if kind == "image" else "video", part, (time, height, width)
 

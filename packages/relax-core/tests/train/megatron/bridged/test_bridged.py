@@ -91,7 +91,9 @@ def scores(out: Path, name: str) -> dict[str, torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("actor", [{"tensor_parallel": 2}, {"data_parallel": 2}], ids=str)
+@pytest.mark.parametrize(
+    "actor", [{"tensor_parallel": 2}, {"pipeline_parallel": 2}, {"data_parallel": 2}], ids=str
+)
 def test_a_bridged_model_trains_as_transformers_does(folder, actor, tmp_path):
     told = run(folder, tmp_path, actor)
     work = [pack(make_rows(97, [(3, 7), (8, 2), (1, 12)], seed)) for seed in range(2)]

@@ -3,16 +3,19 @@
 import contextlib
 import dataclasses
 import json
+import resource
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import seeing
 import torch
 from problem import SETTINGS, batches, batches_for, loss
 from relax.algorithms.spec import LossInputs, LossOutputs
 from relax.backends.train.base import Packed
 from relax.backends.train.megatron.rank import MegatronRank
-from relax.backends.train.ranks import RankSpec
+from relax.backends.train.ranks import RankBackend, RankSpec
+from relax.backends.train.registry import rank_backend
 from relax.backends.train.settings import TrainerSettings
 from relax.config.roles import ActorSettings
 from safetensors.torch import load_file, save_file
@@ -37,7 +40,7 @@ def rank_of(
         rank.close()
 
 
-def mine(rank: MegatronRank, everything: list[Packed]) -> list[Packed]:
+def mine(rank: RankBackend, everything: list[Packed]) -> list[Packed]:
     where = rank.coordinates
     return everything[where.data_rank :: where.data_size]
 
@@ -112,6 +115,23 @@ def one_step(
             "loss": None if found is None else [float(found.loss), found.count, found.metrics],
             "stats": [stats.grad_norm, stats.lr, stats.skipped],
         }
+
+
+def pictures_then_text(folder: str, actor: dict[str, Any], out: str, vocabulary: int) -> None:
+    """A step with pictures and one without, by ranks of any backend; then the Hugging Face folder."""
+    made = ActorSettings(**actor)
+    settings: dict[str, Any] = {**SETTINGS}
+    spec = RankSpec(Path(folder), TrainerSettings(**settings), made, seed=3)
+    rank = rank_backend(made.backend)(spec)
+    try:
+        for work in seeing.pictures_then_text(vocabulary):
+            rank.forward_backward(mine(rank, work), loss)
+            rank.optim_step(1 / 40)
+        Path(out).mkdir(exist_ok=True)
+        distributed.barrier()
+        rank.export(Path(out))
+    finally:
+        rank.close()
 
 
 def _main_grads(rank: Any) -> dict[str, torch.Tensor]:
@@ -318,14 +338,39 @@ def turned_thd(folder: str, actor: dict[str, Any], vocabulary: int) -> dict[str,
 
 def refused_actor(folder: str, actor: dict[str, Any]) -> dict[str, Any]:
     """What a rank that cannot be made says."""
-    from relax.backends.train.errors import SettingsError, StateMismatchError
+    from relax.backends.train.errors import SettingsError, StateFileError, StateMismatchError
 
     try:
         with rank_of(folder, {key: value for key, value in actor.items() if key != "load"}) as rank:
             rank.load(Path(actor["load"]))
-    except (SettingsError, StateMismatchError) as raised:
-        return {"said": str(raised)}
+    except (SettingsError, StateFileError, StateMismatchError) as raised:
+        return {"said": f"{type(raised).__name__}: {raised}"}
     return {"said": None}
+
+
+def full_disk(folder: str, actor: dict[str, Any], out: str, vocabulary: int) -> dict[str, Any]:
+    """A save that the disk has no room for, beside an older one."""
+    from relax.backends.train.errors import StateFileError
+
+    old, new = Path(out) / "old", Path(out) / "new"
+    with rank_of(folder, actor) as rank:
+        work = mine(rank, batches(6, vocabulary))
+        rank.forward_backward(work, loss)
+        rank.optim_step(1 / 40)
+        rank.save(old)
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+        try:
+            rank.save(new)
+            said = None
+        except StateFileError as raised:
+            said = str(raised)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        distributed.barrier()
+        rank.load(old)
+        rank.save(new)  # the remains of the failed one are no hindrance
+        return {"said": said, "steps": rank.steps, "left": sorted(path.name for path in Path(out).iterdir())}
 
 
 def balanced(folder: str, actor: dict[str, Any], out: str, vocabulary: int, count: int) -> None:

@@ -56,6 +56,11 @@ def batches(seed: int, vocabulary: int, count: int = 4) -> list[Packed]:
     return made_of(_ROWS, item, marked, seed, vocabulary, count)
 
 
+def pictures_then_text(vocabulary: int) -> list[list[Packed]]:
+    """The micro-batches of two steps: two with pictures, then two without."""
+    return [[batches(seed, vocabulary)[index] for seed in (31, 32)] for index in (0, 2)]
+
+
 def made_of(
     shapes: list[list[Any]],
     item: Callable[[str], dict[str, Any]],

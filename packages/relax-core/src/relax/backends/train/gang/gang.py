@@ -3,7 +3,7 @@
 import contextlib
 import math
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import msgspec
 from torch import Tensor
 
 from relax.algorithms.spec import LossOutputs
+from relax.backends.train.admission import TRAINED, admission_of
 from relax.backends.train.base import LossFn, Packed, StepStats
 from relax.backends.train.errors import (
     BatchError,
@@ -20,14 +21,13 @@ from relax.backends.train.errors import (
     StepOrderError,
 )
 from relax.backends.train.export import export_folder
-from relax.backends.train.gang.admission import TRAINED, admission_of
 from relax.backends.train.gang.control import Control, distributed
 from relax.backends.train.gang.failures import is_consequence
 from relax.backends.train.gang.processes import RankProcess, first_failure
 from relax.backends.train.gang.rounds import Piece, cut, in_row_order
 from relax.backends.train.gang.seat import Seat
 from relax.backends.train.gang.verbs import Member, added, build, shallow
-from relax.backends.train.padding import required
+from relax.backends.train.padding import marked
 from relax.backends.train.settings import TrainerSettings
 from relax.config.system import WeightSettings
 from relax.distributed.bus import Endpoint
@@ -178,9 +178,7 @@ class Gang:
                 f"supervised_step between {self._accumulated} forward_backward and their optim_step"
             )
         pieces = self._cut(batch, ("loss_mask",))
-        count = int(required(batch, "loss_mask").count_nonzero())
-        if count == 0:
-            raise BatchError("loss_mask marks no response token, so there is nothing to learn")
+        count = marked(batch)
         answers = self._batches(
             "supervised_step",
             {"lr": lr, "count": count},
@@ -188,10 +186,6 @@ class Gang:
             lambda own: self._own.supervised_step(own, lr, count),
         )
         return sum(answers[rank] for rank in self._speakers) / count
-
-    def tensors(self) -> Iterable[tuple[str, Tensor]]:
-        """This rank's own shards, by local name; see `publish` for how all of them travel."""
-        return self._own.backend.tensors()
 
     def save(self, folder: Path) -> None:
         """Every rank writes its part into the folder, which the ranks make."""
@@ -277,7 +271,7 @@ class Gang:
 
     def _cut(self, batch: Packed, columns: Sequence[str] = ()) -> list[list[Piece]]:
         """The pieces of a batch that fits the model and has the columns."""
-        self._admission.require(batch, columns)
+        batch = self._admission.admit(batch, columns)
         actor = self._task.actor
         stages = actor.pipeline_parallel
         return cut(

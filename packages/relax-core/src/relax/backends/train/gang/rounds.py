@@ -37,7 +37,7 @@ class Piece:
 def cut(
     batch: Packed, replicas: int, *, tokens: int | None = None, least: int = 1, multiple: int = 1
 ) -> list[list[Piece]]:
-    """The pieces of every replica, equally many in each.
+    """The pieces of every replica, equally many in each; rows without a response are in none.
 
     Args:
         batch: the whole micro-batch.
@@ -53,7 +53,9 @@ def cut(
     any_model = 1 << 62
     check(batch, vocabulary=any_model, context=any_model)
     lengths = batch.offsets.diff().tolist()
-    parts = _balanced(list(range(batch.rows)), lengths, replicas)
+    # A row without a response has nothing to score or to train, and a piece of such rows is none.
+    answered = (batch.response_offsets.diff() > 0).nonzero().flatten().tolist()
+    parts = _balanced(answered, lengths, replicas)
     counts = [_pieces_of(part, lengths, tokens, least) for part in parts]
     count = -(-max(counts) // multiple) * multiple
     shortest = _shortest(batch)

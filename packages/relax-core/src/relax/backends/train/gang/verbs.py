@@ -38,6 +38,7 @@ def build(job: Job) -> tuple[RankBackend, LossFn]:
         seed=job.seed,
         torch_threads=job.torch_threads,
         trains=job.trains,
+        timeout=job.timeout,
     )
     name, settings = job.algorithm
     return rank_backend(job.backend)(spec), algorithms.build(name, settings).loss

@@ -23,7 +23,8 @@ from megatron.core.tensor_parallel import ColumnParallelLinear
 from safetensors.torch import save_file
 from torch import Tensor, distributed
 
-from relax.backends.models import ModelFolderError, build_model, has_weights, load_config, text_config
+from relax.backends.model_files import ModelFolderError
+from relax.backends.models import build_model, has_weights, load_config, text_config
 from relax.backends.train.errors import ExportError, SettingsError, UntrainableModelError
 from relax.backends.train.export import export_folder
 from relax.backends.train.megatron import build, export
@@ -115,8 +116,9 @@ class BridgedRank(MegatronRank):
             )
         if settled["critic"]:
             raise SettingsError(
-                f"a critic of a {hf.model_type}: megatron-bridge has no name for its head; use "
-                "a model of a family that the megatron backend maps itself"
+                f"a critic of a {hf.model_type}: megatron-bridge takes the head for an output layer of the "
+                "vocabulary, and has no other name for it; use a model of a family that the megatron backend "
+                "maps itself"
             )
         auto = auto_bridge(hf)
         self._maps = auto._model_bridge
@@ -158,8 +160,8 @@ class BridgedRank(MegatronRank):
     def _freeze(self) -> None:
         if self._plan.freeze:
             raise SettingsError(
-                f"actor.freeze = {list(self._plan.freeze)} with a {self._plan.hf.model_type}, which "
-                "megatron-bridge maps; leave it out"
+                f"actor.freeze = {list(self._plan.freeze)} with a {self._plan.hf.model_type}, which is a "
+                "language model alone: nothing would be left to train; leave it out"
             )
 
     def _streamed(self, models: list[GPTModel]) -> Iterator[tuple[str, Tensor]]:
@@ -265,11 +267,9 @@ def planned(
         UntrainableModelError: without Transformer Engine, a model that needs it.
         SettingsError: what Megatron refuses.
     """
-    if parallel.pipeline_parallel > 1:
-        raise SettingsError(
-            f"actor.pipeline_parallel = {parallel.pipeline_parallel} with a {hf.model_type}, which "
-            "megatron-bridge maps: its losses were not shown to be right there; split it by tensor_parallel"
-        )
+    text = hf.to_dict()
+    names = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "num_hidden_layers")
+    build.require_divisible({name: text.get(name) for name in names}, parallel)
     engine = build.uses_transformer_engine(settings, device)
     # It only pads what it cuts.
     pads = parallel.tensor_parallel > 1

@@ -255,23 +255,18 @@ def _require_fitting(
     family: Family, text: Mapping[str, Any], parallel: ParallelSettings, settings: MegatronSettings
 ) -> None:
     shape, tensor = family.shape(text), parallel.tensor_parallel
-    cuts = {
-        "num_attention_heads": (shape.heads, "tensor_parallel", tensor),
-        "num_key_value_heads": (shape.kv_groups, "tensor_parallel", tensor),
-        "intermediate_size": (shape.ffn, "tensor_parallel", tensor),
-        "num_hidden_layers": (
-            shape.layers,
-            "pipeline_parallel x actor.virtual_pipeline",
-            parallel.pipeline_parallel * parallel.virtual_pipeline,
-        ),
-    }
+    require_divisible(
+        {
+            "num_attention_heads": shape.heads,
+            "num_key_value_heads": shape.kv_groups,
+            "intermediate_size": shape.ffn,
+            "num_hidden_layers": shape.layers,
+            "num_experts": shape.experts,
+            "moe_intermediate_size": shape.moe_ffn if shape.experts else None,
+        },
+        parallel,
+    )
     if shape.experts:
-        cuts["num_experts"] = (shape.experts, "expert_parallel", parallel.expert_parallel)
-        cuts["moe_intermediate_size"] = (
-            shape.moe_ffn,
-            "expert_tensor_parallel",
-            parallel.expert_tensor_parallel,
-        )
         if tensor > 1 and not settings.sequence_parallel:
             raise SettingsError(
                 f"actor.tensor_parallel = {tensor} with a mixture of experts: Megatron trains that with "
@@ -282,8 +277,29 @@ def _require_fitting(
             f"actor.expert_parallel = {parallel.expert_parallel} and actor.expert_tensor_parallel = "
             f"{parallel.expert_tensor_parallel} with a model that has no experts; leave them at 1"
         )
-    for name, (length, key, size) in cuts.items():
-        if length % size:
+
+
+def require_divisible(sizes: Mapping[str, int | None], parallel: ParallelSettings) -> None:
+    """See that a split divides what it cuts of a model.
+
+    Args:
+        sizes: by the name in config.json; None for what the model has not.
+        parallel: the split.
+
+    Raises:
+        SettingsError: it does not.
+    """
+    stages = parallel.pipeline_parallel * parallel.virtual_pipeline
+    cuts = {
+        "num_attention_heads": ("tensor_parallel", parallel.tensor_parallel),
+        "num_key_value_heads": ("tensor_parallel", parallel.tensor_parallel),
+        "intermediate_size": ("tensor_parallel", parallel.tensor_parallel),
+        "num_hidden_layers": ("pipeline_parallel x actor.virtual_pipeline", stages),
+        "num_experts": ("expert_parallel", parallel.expert_parallel),
+        "moe_intermediate_size": ("expert_tensor_parallel", parallel.expert_tensor_parallel),
+    }
+    for name, (key, size) in cuts.items():
+        if (length := sizes.get(name)) and length % size:
             raise SettingsError(
                 f"the model's {name} is {length}, which actor.{key} = {size} does not divide; take a divisor"
             )

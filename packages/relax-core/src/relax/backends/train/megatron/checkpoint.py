@@ -3,6 +3,7 @@
     FOLDER/metadata.json, .metadata, *.distcp, common.pt    Megatron's `torch_dist`: weights and optimizer
     FOLDER/relax.json                                       steps done, the split, the model's config.json
     FOLDER/rng-RANK.safetensors                             random state of each rank
+    FOLDER/sha256-RANK.json                                 digests of what each rank wrote
 
 The folder is written beside its place and renamed into it by rank 0 when all have written.
 """
@@ -40,13 +41,14 @@ from relax.backends.train.errors import (
     StateMismatchError,
     StateMissingError,
 )
-from relax.backends.train.megatron import moments
+from relax.backends.train.megatron import digests, export, moments
 from relax.backends.train.megatron.build import Blueprint
 from relax.backends.train.megatron.files import PROGRESS
 from relax.backends.train.megatron.optimizer import Optimizer
 from relax.backends.train.megatron.weights import local_names
+from relax.backends.train.state_files import written
 
-SCHEMA = 1
+SCHEMA = 2
 _SPLIT = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
@@ -55,6 +57,22 @@ _SPLIT = (
     "expert_model_parallel_size",
     "expert_tensor_parallel_size",
 )
+_OF_ALL = (PROGRESS, ".metadata", "metadata.json", "common.pt")
+"""Files that the leader writes for all ranks."""
+_SIZES = (
+    "model_type",
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "num_experts",
+    "moe_intermediate_size",
+    "tie_word_embeddings",
+)
+"""What two models have to share for one to take the weights of the other."""
 _CPU, _CUDA, _TRACKER = "cpu", "cuda", "tracker."
 
 
@@ -72,13 +90,24 @@ def save(
     """Write a checkpoint together; when this returns on any rank, it is whole and in its place.
 
     Raises:
-        StateFileError: the folder is already there; on every rank alike.
+        StateFileError: the folder is already there, on every rank alike; or it cannot be written, as on a
+            full disk.
     """
-    partial = folder.with_name(f".{folder.name}.partial")
     if _anywhere(folder.exists()):
         raise StateFileError(
             f"state folder {folder} is already there; states are never overwritten, name a new one"
         )
+    try:
+        with written(folder):
+            _write(folder, models, optimizer, plan, progress)
+    except CheckpointException as error:  # which is no Exception
+        raise StateFileError(f"state folder {folder} cannot be written: {error}") from error
+
+
+def _write(
+    folder: Path, models: Sequence[GPTModel], optimizer: Optimizer, plan: Blueprint, progress: Progress
+) -> None:
+    partial = folder.with_name(f".{folder.name}.partial")
     leader = distributed.get_rank() == 0
     if leader:
         shutil.rmtree(partial, ignore_errors=True)
@@ -88,7 +117,8 @@ def save(
     parameters = _trained(models)
     state = moments.read(optimizer.inner, parameters, _has_masters(plan)) if steps else {}
     dist_checkpointing.save(_sharded(models, state), str(partial), sharded_strategy=_WriteHere())
-    save_file(_random_state(), partial / _rng_name(distributed.get_rank()))
+    rank = distributed.get_rank()
+    save_file(_random_state(), partial / _rng_name(rank))
     if leader:
         described = {
             "schema": SCHEMA,
@@ -104,8 +134,13 @@ def save(
         }
         (partial / PROGRESS).write_text(json.dumps(described, indent=1, default=str) + "\n")
     distributed.barrier()
+    own = [path.name for path in partial.glob(f"__{rank}_*")]
+    of_all = [path.name for path in partial.iterdir() if path.name in _OF_ALL] if leader else []
+    digests.write(partial, rank, [_rng_name(rank), *own, *of_all])
+    distributed.barrier()
     if leader:
         os.rename(partial, folder)
+        digests.flush(folder.parent)
     distributed.barrier()
 
 
@@ -124,6 +159,7 @@ def load(folder: Path, models: Sequence[GPTModel], optimizer: Optimizer, plan: B
     steps = int(described["optimizer_steps"])
     if steps:
         _require_same_moments(folder, described, plan)
+    _require_whole(folder, int(described["split"]["ranks"]))
     parameters = _trained(models)
     masters = _has_masters(plan)
     room = moments.empty(parameters, masters) if steps else {}
@@ -232,7 +268,7 @@ def _split(plan: Blueprint) -> dict[str, Any]:
 
 def _require_same_model(folder: Path, described: Mapping[str, Any], plan: Blueprint) -> None:
     ours = json.loads(json.dumps(plan.hf.to_dict(), default=str))
-    for key in ("model_type", "hidden_size", "num_hidden_layers", "vocab_size", "num_attention_heads"):
+    for key in _SIZES:
         if described["config"].get(key) != ours.get(key):
             raise StateMismatchError(
                 f"checkpoint {folder} is of a model with {key} = {described['config'].get(key)}, this one "
@@ -260,13 +296,33 @@ def _require_same_moments(folder: Path, described: Mapping[str, Any], plan: Blue
         )
 
 
+def _require_whole(folder: Path, ranks: int) -> None:
+    """See that what `ranks` ranks wrote is all there; what one rank finds, every rank raises."""
+    rank, size, said = distributed.get_rank(), distributed.get_world_size(), ""
+    try:
+        digests.require(folder, ranks, rank=rank, world_size=size)
+    except StateCorruptError as error:
+        said = str(error)
+    first = _least(rank if said else size)
+    if first < size:
+        raise StateCorruptError(export.told(said, _device(), first))
+
+
 def _anywhere(holds: bool) -> bool:
     """Whether it holds on any rank, so that all of them refuse together."""
-    flag = torch.tensor([int(holds)])
-    if distributed.get_backend() == "nccl":
-        flag = flag.cuda()
-    distributed.all_reduce(flag, op=distributed.ReduceOp.MAX)
-    return bool(flag.item())
+    return _least(int(not holds)) == 0
+
+
+def _least(number: int) -> int:
+    """The smallest of all ranks' numbers."""
+    found = torch.tensor([number], device=_device())
+    distributed.all_reduce(found, op=distributed.ReduceOp.MIN)
+    return int(found.item())
+
+
+def _device() -> torch.device:
+    """Where collectives of the default group take tensors."""
+    return torch.device("cuda" if distributed.get_backend() == "nccl" else "cpu")
 
 
 def _rng_name(rank: int) -> str:

@@ -18,7 +18,8 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from relax.backends.models import ModelFolderError, load_config, text_config
+from relax.backends.model_files import ModelFolderError
+from relax.backends.models import load_config, text_config
 from relax.backends.train.errors import StateCorruptError, StateMismatchError, StateMissingError
 from relax.backends.train.export import export_folder
 from relax.backends.train.megatron.experts import stored

@@ -133,14 +133,14 @@ def _write_files(
             save_file(gathered, scratch / name, metadata={"format": "pt"})
 
 
-def told(text: str, device: torch.device) -> str:
-    """What rank 0 says; the others give an empty text."""
+def told(text: str, device: torch.device, speaker: int = 0) -> str:
+    """What one rank says; what the others give does not matter."""
     length = torch.tensor([len(text.encode())], device=device)
-    distributed.broadcast(length, src=0)
+    distributed.broadcast(length, src=speaker)
     content = torch.zeros(int(length.item()), dtype=torch.uint8, device=device)
-    if text:
+    if text and distributed.get_rank() == speaker:
         content.copy_(torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8))
-    distributed.broadcast(content, src=0)
+    distributed.broadcast(content, src=speaker)
     return content.cpu().numpy().tobytes().decode()
 
 

@@ -14,8 +14,8 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from torch import Tensor, distributed
 
 from relax.algorithms.spec import LossInputs, LossOutputs
+from relax.backends.model_files import ModelFolderError
 from relax.backends.models import (
-    ModelFolderError,
     load_config,
     text_config,
     torch_dtype,
@@ -23,7 +23,7 @@ from relax.backends.models import (
 )
 from relax.backends.routes import routing_of
 from relax.backends.train import freeze, padding
-from relax.backends.train.base import LossFn, Packed, StepStats, masked_out
+from relax.backends.train.base import LossFn, Packed, StepStats, felt, masked_out
 from relax.backends.train.errors import BatchError, NonFiniteError, StepOrderError, UntrainableModelError
 from relax.backends.train.megatron import (
     balance,
@@ -85,7 +85,7 @@ class MegatronRank:
         )
         self._plan = dataclasses.replace(self._plan, freeze=spec.actor.freeze)
         self._closed = False
-        self._coordinates = topology.join(spec.actor.parallel)
+        self._coordinates = topology.join(spec.actor.parallel, spec.timeout)
         try:
             model_parallel_cuda_manual_seed(spec.seed)
             torch.manual_seed(spec.seed)
@@ -177,8 +177,9 @@ class MegatronRank:
                     f"{tuple(outputs.loss.shape)} and requires_grad={outputs.loss.requires_grad}"
                 )
             if not batch.dummy:
-                found.append(outputs)
-            return outputs.loss
+                # A copy: a schedule may take the memory of what a stage gave, on the last one that loss.
+                found.append(dataclasses.replace(outputs, loss=outputs.loss.detach().clone()))
+            return felt(outputs.loss, scores)
 
         self._schedules.forward_backward(work, of)
         self._accumulated += 1

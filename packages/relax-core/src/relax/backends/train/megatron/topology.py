@@ -8,12 +8,13 @@ from relax.backends.train.errors import SettingsError, StepOrderError
 from relax.backends.train.ranks import Coordinates
 from relax.config.parallel import ParallelSettings
 
-TIMEOUT_MINUTES = 30
-"""Longest a collective waits for a rank that does not come."""
 
-
-def join(parallel: ParallelSettings) -> Coordinates:
+def join(parallel: ParallelSettings, timeout: float) -> Coordinates:
     """Make Megatron's groups over all ranks of the default process group; every rank calls it.
+
+    Args:
+        parallel: the split.
+        timeout: seconds that a collective waits for a rank that does not come.
 
     Raises:
         StepOrderError: torch.distributed is not up, or a model of this process still holds Megatron's groups.
@@ -43,7 +44,7 @@ def join(parallel: ParallelSettings) -> Coordinates:
         context_parallel_size=parallel.context_parallel,
         expert_model_parallel_size=parallel.expert_parallel,
         expert_tensor_parallel_size=parallel.expert_tensor_parallel,
-        distributed_timeout_minutes=TIMEOUT_MINUTES,
+        distributed_timeout_minutes=timeout / 60,  # type: ignore[arg-type]  # a part of one will do
         # Only a distributed optimizer's CPU checkpoints would use them; ours are written by every rank.
         create_gloo_process_groups=False,
     )

@@ -9,5 +9,6 @@ Nothing here knows a backend; `items` and `placing` know no model either.
 """
 
 from relax.backends.train.omni.hidden import MODEL_TYPE, hidden_states
+from relax.backends.train.omni.placing import Reading, require
 
-__all__ = ["MODEL_TYPE", "hidden_states"]
+__all__ = ["MODEL_TYPE", "Reading", "hidden_states", "require"]

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from relax.backends.train.errors import BatchError
+from relax.backends.train.visuals import grids_of
 
 Media = Sequence[Sequence[Mapping[str, Any]]]
 """For each row of a batch its media items, as `Packed.media` has them."""
@@ -118,11 +119,11 @@ def _pictures(
     row: int, arrays: Mapping[str, NDArray[Any]], pixels_name: str, grid_name: str, seconds_name: str = ""
 ) -> list[Picture]:
     pixels, given = arrays[pixels_name], arrays[grid_name]
-    if given.size == 0 or given.size % 3 or (given.astype(np.int64) < 1).any():
+    grids = grids_of(row, grid_name, given)
+    if (grids < 1).any():
         raise BatchError(
             f"{grid_name} of row {row} is {given.tolist()}; expected (time, height, width) above 0 for each"
         )
-    grids = given.astype(np.int64).reshape(-1, 3)
     patches = grids.prod(1)
     if pixels.ndim != 2 or len(pixels) != patches.sum():
         raise BatchError(
@@ -148,10 +149,10 @@ def _pictures(
 def _sounds(row: int, arrays: Mapping[str, NDArray[Any]]) -> list[Sound]:
     features = arrays["input_features"]
     features = features[None] if features.ndim == 2 else features
-    if features.ndim != 3:
+    if features.ndim != 3 or features.dtype.kind not in "fiu":
         raise BatchError(
-            f"input_features of row {row} has shape {arrays['input_features'].shape}; expected "
-            "[mel bins, frames] or [sounds, mel bins, frames]"
+            f"input_features of row {row} has shape {arrays['input_features'].shape} of {features.dtype}; "
+            "expected numbers [mel bins, frames] or [sounds, mel bins, frames]"
         )
     frames = features.shape[2]
     if "feature_attention_mask" in arrays:

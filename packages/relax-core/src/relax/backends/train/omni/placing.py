@@ -13,7 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from relax.backends.train.errors import BatchError
-from relax.backends.train.omni.items import Picture, Shown, Sound
+from relax.backends.train.omni.items import Media, Picture, Shown, Sound, shown_in
+from relax.backends.train.visuals import patch_values, require_patches
 
 Places = NDArray[np.int64]
 Positions = NDArray[np.float32]
@@ -26,6 +27,8 @@ class Reading:
     Attributes:
         image, video, audio: token ids that stand for a piece of each.
         merge: patches on a side that one token stands for.
+        values: of a patch.
+        bins: of a mel spectrogram.
         window: mel frames in half a chunk of the audio tower (`n_window`).
         rate: positions that a second of video takes.
     """
@@ -34,6 +37,8 @@ class Reading:
     video: int
     audio: int
     merge: int
+    values: int
+    bins: int
     window: int
     rate: float
 
@@ -45,6 +50,8 @@ class Reading:
             video=int(config.video_token_id),
             audio=int(config.audio_token_id),
             merge=int(config.vision_config.spatial_merge_size),
+            values=patch_values(config.vision_config),
+            bins=int(config.audio_config.num_mel_bins),
             window=int(config.audio_config.n_window),
             rate=config.position_id_per_seconds,
         )
@@ -103,6 +110,7 @@ def place(row: int, tokens: Places, items: Sequence[Shown], reading: Reading) ->
     positions = np.empty((3, len(tokens)), np.float32)
     cursor, following = 0, np.float32(0)
     for number, shown in enumerate(items):
+        _require_sized(row, number, shown, reading)
         start, end = _run(row, tokens, cursor, number, shown, reading)
         positions[:, cursor:start] = _text(start - cursor, following)
         following = np.float32(following + (start - cursor))
@@ -115,6 +123,22 @@ def place(row: int, tokens: Places, items: Sequence[Shown], reading: Reading) ->
         cursor = end
     positions[:, cursor:] = _text(len(tokens) - cursor, following)
     return Row(tuple(placed), positions)
+
+
+def _require_sized(row: int, number: int, shown: Shown, reading: Reading) -> None:
+    """See that the towers take it."""
+    if (picture := shown.picture) is not None:
+        names = (
+            ("pixel_values", "image_grid_thw")
+            if shown.kind == "image"
+            else ("pixel_values_videos", "video_grid_thw")
+        )
+        require_patches(row, names, picture.pixels, np.asarray([picture.grid]), reading)
+    if (sound := shown.sound) is not None and len(sound.mel) != reading.bins:
+        raise BatchError(
+            f"item {number} of row {row}, {shown.kind}, has {len(sound.mel)} mel bins; this model hears "
+            f"{reading.bins}"
+        )
 
 
 def _text(count: int, first: np.float32) -> Positions:
@@ -181,3 +205,13 @@ def _grid(picture: Picture, first: np.float32, reading: Reading) -> Positions:
     moments = np.arange(time).astype(np.float32) * step * np.float32(reading.rate)
     axes = np.meshgrid(moments, np.arange(height), np.arange(width), indexing="ij")
     return np.stack([axis.ravel() for axis in axes]).astype(np.float32) + first
+
+
+def require(rows: Sequence[Places], media: Media, reading: Reading) -> None:
+    """See that rows, int64 [tokens] each, hold the items they are shown.
+
+    Raises:
+        BatchError: they do not.
+    """
+    for number, (tokens, items) in enumerate(zip(rows, media, strict=True)):
+        place(number, tokens, shown_in(number, items), reading)

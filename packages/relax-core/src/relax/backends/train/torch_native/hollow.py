@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from relax.backends.models import ModelFolderError, build_model, has_weights, weights_prefix
+from relax.backends.model_files import ModelFolderError
+from relax.backends.models import build_model, has_weights, weights_prefix
 from relax.backends.train import shared_prompts
 from relax.backends.train.errors import UntrainableModelError
 from relax.backends.train.rms_norm import use_fused_norms

@@ -2,6 +2,9 @@
 
 Each kind has `named`, leaf tensors by Hugging Face name with their gradients in `.grad` once `collect` was
 called, and the weights as they travel and are saved.
+
+What no micro-batch of a step needed, such as a tower where no row showed a picture, has a gradient of 0: it
+is decayed and moved by its moments, as where gradients lie in buffers that are reduced together.
 """
 
 from collections.abc import Mapping
@@ -18,7 +21,7 @@ class Masters(Protocol):
     def named(self) -> Mapping[str, Tensor]: ...
 
     def collect(self) -> None:
-        """Put the gradients that were accumulated into `.grad` of `named`."""
+        """Put the gradients that were accumulated into `.grad` of `named`; every one has some, if of 0."""
         ...
 
     def stepped(self) -> None:
@@ -37,7 +40,7 @@ class OwnParameters:
         self.named: Mapping[str, Tensor] = dict(parameters)
 
     def collect(self) -> None:
-        """They are where they should be."""
+        _fill(self.named)
 
     def stepped(self) -> None:
         """The model has them."""
@@ -62,7 +65,7 @@ class FloatCopies:
             parameter.register_post_accumulate_grad_hook(lambda p, master=master: _move_gradient(p, master))
 
     def collect(self) -> None:
-        """Hooks have done it."""
+        _fill(self.named)  # hooks have done the rest
 
     @torch.no_grad()
     def stepped(self) -> None:
@@ -97,6 +100,7 @@ class Shards:
     def collect(self) -> None:
         for name, parameter in self._parameters.items():
             self.named[name].grad = None if parameter.grad is None else local(parameter.grad)
+        _fill(self.named)
 
     def stepped(self) -> None:
         """The model has them: they are its memory."""
@@ -105,6 +109,12 @@ class Shards:
         for name, parameter in self._parameters.items():
             parameter.grad = None
             self.named[name].grad = None
+
+
+def _fill(named: Mapping[str, Tensor]) -> None:
+    for tensor in named.values():
+        if tensor.grad is None:
+            tensor.grad = torch.zeros_like(tensor)
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -13,11 +13,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from relax.backends.models import ModelFolderError, build_model, text_config, unsampled_tokens
+from relax.backends.model_files import ModelFolderError
+from relax.backends.models import build_model, text_config, unsampled_tokens
 from relax.backends.train import omni, shared_prompts, vision
 from relax.backends.train.base import Packed
 from relax.backends.train.errors import BatchError, UntrainableModelError
-from relax.backends.train.padding import UNSCORED, Padded, check, pad, scored_targets
+from relax.backends.train.padding import UNSCORED, Padded, pad, scored_targets
 from relax.backends.train.rms_norm import use_fused_norms
 from relax.backends.train.routing_replay import follow_routes, followed, routing_led
 from relax.backends.train.shared_prompts import Folded
@@ -54,7 +55,6 @@ class Policy(nn.Module):
         self._temperature = temperature
         config = text_config(model.config)
         self._vocabulary = int(config.vocab_size)
-        self._context = int(config.max_position_embeddings)
         self._can_fold = shared_prompts.can_fold(model)
         self._routing = routing_led(model)
         self._packs = packing and can_pack(model)
@@ -73,9 +73,8 @@ class Policy(nn.Module):
 
     def forward(self, batch: Packed) -> Tensor:
         """[total response], float32 at least: the logprob of each response token; 0 where it only stands for
-        media. Routes that the batch has are replayed.
+        media. Routes that the batch has are replayed. It is a batch that `Admission.admit` gave.
         """
-        check(batch, vocabulary=self._vocabulary, context=self._context)
         folds = self._can_fold and not any(batch.media)
         layout = (shared_prompts.fold(batch) if folds else None) or self._rows(batch)
         targets = layout.targets

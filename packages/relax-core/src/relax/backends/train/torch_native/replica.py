@@ -29,19 +29,11 @@ class Replica(TorchNative):
 
     @torch.no_grad()
     def _add_up(self) -> None:
-        """Sum gradients over the ranks. A parameter may have one on some of them only, such as those of the
-        vision tower where no row showed a picture.
-        """
-        named = list(self._masters.named.values())
-        there = torch.tensor([p.grad is not None for p in named], dtype=torch.int32, device=self.device)
-        distributed.all_reduce(there, distributed.ReduceOp.MAX)
+        """Sum gradients over the ranks."""
         bucket: list[Tensor] = []
         size = 0
-        for parameter, used in zip(named, there.tolist(), strict=True):
-            if not used:
-                continue
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
+        for parameter in self._masters.named.values():
+            assert parameter.grad is not None, "collect gives all of them one"
             bucket.append(parameter.grad)
             size += parameter.grad.nbytes
             if size >= BUCKET_BYTES:

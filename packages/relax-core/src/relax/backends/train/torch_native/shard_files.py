@@ -22,6 +22,7 @@ from torch import Tensor
 
 from relax.backends.train.base import StateTree
 from relax.backends.train.errors import StateCorruptError, StateMissingError
+from relax.backends.train.state_files import written
 
 SCHEMA = 1
 
@@ -48,7 +49,22 @@ def write_part(
         tensors: by global name; empty parts may be left out.
         boxes: of each tensor.
         data: plain JSON, the same on every rank.
+
+    Raises:
+        StateFileError: it cannot be written, as on a full disk.
     """
+    with written(folder):
+        _write_part(folder, rank, world_size, tensors, boxes, data)
+
+
+def _write_part(
+    folder: Path,
+    rank: int,
+    world_size: int,
+    tensors: Mapping[str, Tensor],
+    boxes: Mapping[str, Box],
+    data: Mapping[str, Any],
+) -> None:
     file = folder / f"rank-{rank:05d}.safetensors"
     save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, file)
     with file.open("rb") as stream:

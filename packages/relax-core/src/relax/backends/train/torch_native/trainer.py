@@ -5,7 +5,7 @@ What is trained is the `Policy` of a folder; what is stepped are its `Masters`.
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from relax.algorithms.spec import LossInputs, LossOutputs
 from relax.backends.models import named_weights
 from relax.backends.train.adamw import ClippedAdamW, require_like
-from relax.backends.train.base import LossFn, Packed, StateTree, StepStats, masked_out
+from relax.backends.train.admission import TRAINED, admission_of
+from relax.backends.train.base import LossFn, Packed, StateTree, StepStats, felt, masked_out
 from relax.backends.train.errors import (
     BatchError,
     NonFiniteError,
@@ -25,7 +26,7 @@ from relax.backends.train.errors import (
 )
 from relax.backends.train.export import export_model
 from relax.backends.train.freeze import freeze, require_parts
-from relax.backends.train.padding import required
+from relax.backends.train.padding import marked, required
 from relax.backends.train.settings import TrainerSettings, learning_rate
 from relax.backends.train.state_files import read_trainer_state, write_state
 from relax.backends.train.torch_native.adapters import Adapters, own_name
@@ -111,6 +112,7 @@ class TorchNative:
         self.folder = Path(folder)
         self.settings = settings
         self.options = options or NativeOptions()
+        self._admission = admission_of(self.folder)
         self.model = self._loaded(dtype, seed)
         require_parts((name for name, _ in self.model.named_parameters()), self.options.freeze)
         freeze(self.model.named_parameters(), self.options.freeze)
@@ -170,7 +172,7 @@ class TorchNative:
             BatchError: the batch contradicts itself or does not fit the model; with a `loss_mask`, also where
                 that marks a token that stands for media.
         """
-        return self._policy(self._on_device(batch)).float()
+        return self._policy(self._admitted(batch)).float()
 
     def forward_backward(self, batch: Packed, loss: LossFn) -> LossOutputs:
         """Accumulate the gradient of the unscaled loss sum of one micro-batch.
@@ -183,11 +185,12 @@ class TorchNative:
             BatchError: the batch contradicts itself, does not fit the model, `loss_mask` marks a token that
                 only stands for media, or the loss does not depend on `logprobs`.
         """
-        batch = self._on_device(batch)
-        mask, old, advantages = (required(batch, n) for n in ("loss_mask", "rollout_logprobs", "advantages"))
+        batch = self._admitted(batch, TRAINED)
+        mask, old, advantages = (required(batch, name) for name in TRAINED)
+        logprobs = self._scored(batch)
         outputs = (masked_out if batch.dummy else loss)(
             LossInputs(
-                logprobs=self._scored(batch),
+                logprobs=logprobs,
                 old_logprobs=old,
                 advantages=advantages,
                 mask=mask,
@@ -201,7 +204,7 @@ class TorchNative:
                 f"{tuple(outputs.loss.shape)} and requires_grad={outputs.loss.requires_grad}"
             )
         self._warmup = None
-        outputs.loss.backward()
+        felt(outputs.loss, logprobs).backward()
         self._accumulated += 1
         return dataclasses.replace(outputs, loss=outputs.loss.detach())
 
@@ -268,19 +271,15 @@ class TorchNative:
             NonFiniteError: the gradient is NaN or infinite; nothing was changed.
         """
         self._require_no_gradient("supervised_step")
-        mask = required(batch, "loss_mask")
-        count = int(mask.count_nonzero())
-        if count == 0:
-            raise BatchError(
-                f"loss_mask marks none of {len(mask)} response tokens, so there is nothing to learn"
-            )
+        self._admission.admit(batch, ("loss_mask",))
+        count = marked(batch)
         loss = self.supervised_backward(batch)
         self.supervised_finish(lr, count, loss / count)
         return loss / count
 
     def supervised_backward(self, batch: Packed) -> float:
         """Accumulate the gradient of the summed cross-entropy of one micro-batch; the sum."""
-        batch = self._on_device(batch)
+        batch = self._admitted(batch, ("loss_mask",))
         if self._adapters is not None:
             self._adapters.dropout(True)
         logprobs = self._scored(batch)
@@ -416,7 +415,8 @@ class TorchNative:
         merged = None if self._adapters is None else dict(self.tensors())
         export_model(self.model, source=self.folder, target=Path(folder), tensors=merged)
 
-    def _on_device(self, batch: Packed) -> Packed:
+    def _admitted(self, batch: Packed, columns: Sequence[str] = ()) -> Packed:
+        batch = self._admission.admit(batch, columns)
         if self.device.type == "cpu":
             return batch
         return dataclasses.replace(
