@@ -3,7 +3,7 @@
 import importlib.util
 from collections.abc import Iterator
 
-from relax.backends.inference.sglang.pictures import FAMILIES as SHOWN
+from relax.backends.inference.sglang.pictures import FAMILIES as PICTURED
 from relax.backends.models import WHOLE_OMNI
 from relax.backends.train.megatron.families import FAMILIES
 from relax.backends.train.omni import MODEL_TYPE as OMNI
@@ -17,6 +17,9 @@ WHOLE = ("qwen2_5_omni",)
 
 HEARD = (OMNI, *sorted(WHOLE_OMNI))
 """Models that trainers show images and video, and play sound."""
+
+SHOWN = (*PICTURED, *HEARD)
+"""Models that SGLang is given what a run's processor made for."""
 
 
 def unsuitable(config: RunConfig, shape: ModelShape) -> Iterator[str]:
@@ -123,11 +126,10 @@ def _engine(config: RunConfig, shape: ModelShape) -> Iterator[str]:
         )
     if rollout.engine != "sglang":
         return
-    if shape.hears or (shape.sees and shape.kind not in SHOWN and not reads):
+    if (shape.hears or (shape.sees and not reads)) and shape.kind not in SHOWN:
         yield (
-            f"rollout.engine = sglang with {model}, which sees or hears: it shows pictures to "
-            f"{' and '.join(SHOWN)}, and plays no sound, which SGLang takes as files only; use "
-            f"rollout.engine=transformers"
+            f"rollout.engine = sglang with {model}, which sees or hears: a server is shown what the run's "
+            f"processor made, and that is written for {', '.join(SHOWN)}; use rollout.engine=transformers"
         )
     yield from _sglang_split(config, shape)
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from relax.backends.inference.contexts import Context, pieces
 from relax.backends.inference.errors import EngineError, InvalidRequest, InvalidUpdate
 from relax.backends.inference.media import senses_of
+from relax.backends.inference.reading import reader_of
 from relax.backends.inference.slots import ATTENTION, SlotCache
 from relax.backends.inference.tower import TextTower, serves
 from relax.backends.models import build_model, named_weights, text_config, torch_dtype, unsampled_tokens
@@ -85,6 +86,7 @@ class Network:
         self.vocabulary = int(text.vocab_size)
         self._tower = TextTower(self._model) if serves(text) else None
         self._senses = None if self._tower is None else senses_of(self._model)
+        self._reader = None if self._senses is None else reader_of(self._model.config)
         self.routing = self._captured_routing(folder) if capture else None
         self.layout = {name: tensor for name, tensor in named_weights(self._model)}
         self._cache = SlotCache(text.num_hidden_layers, slots, self.capacity, self._dtype, self.device)
@@ -141,8 +143,8 @@ class Network:
         self._check_media(request)
 
     def _check_media(self, request: GenerationRequest) -> None:
-        if self._senses is not None:
-            self._senses.check(request)
+        if self._reader is not None:
+            self._reader.check(request)
             return
         if request.media and not self._placeholders:
             raise InvalidRequest(

@@ -16,6 +16,7 @@ from agentic import Generation, GenerationRequest
 from agentic.generation import FinishReason, VersionSpan
 
 from relax.backends.inference.errors import EngineError
+from relax.backends.inference.sglang.tensors import Shown
 from relax.backends.routes import InvalidRoutes, Routing, narrowed
 
 LOGPROB_MOST = 1e-3
@@ -101,6 +102,7 @@ class Answer:
         asked: the server has it.
         interrupted: its call is ended by us for a new version, after which it is asked again.
         pictures: its pictures as PNG files, once they are made.
+        shown: what it shows as tensors, once they are packed.
         tokens, logprobs: all sampled so far.
         kept: tokens of the calls before this one.
         version: of the weights that the running call is asked of.
@@ -116,6 +118,7 @@ class Answer:
     asked: bool = False
     interrupted: bool = False
     pictures: list[bytes] | None = None
+    shown: Shown | None = None
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     kept: int = 0
@@ -125,6 +128,11 @@ class Answer:
     _unread: bool = False
     _parts: int = 0
     _sure: int | None = None
+
+    @property
+    def shows(self) -> bool:
+        """Whether a server is shown something with it."""
+        return bool(self.pictures) or self.shown is not None
 
     @property
     def room(self) -> int:

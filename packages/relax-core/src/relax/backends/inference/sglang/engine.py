@@ -67,6 +67,7 @@ class SglangEngine:
         self._capacity = launched.capacity
         rules = launched.model.pictures
         self._pictures = None if rules is None else Pictures(rules)
+        self._tensors = launched.model.tensors
         self._max_running = spec.max_running
         self._captured = launched.model.captured if spec.routes else None
         self._stall_seconds = spec.settings.stall_seconds
@@ -169,8 +170,8 @@ class SglangEngine:
         """One call to the server, and what follows from it."""
         try:
             for answer in answers:
-                if answer.request.media and self._pictures is not None and answer.pictures is None:
-                    answer.pictures = await asyncio.to_thread(self._pictures.of, answer.request)
+                if answer.request.media and not answer.shows:
+                    await self._show(answer)
             await self._serving.wait()
             live = [answer for answer in answers if not answer.aborted]
             for answer in answers:
@@ -185,6 +186,13 @@ class SglangEngine:
         except (ServerGone, BadAnswer) as error:
             self._lose(await self._why(error))
 
+    async def _show(self, answer: Answer) -> None:
+        """Pictures alone are files, which any server takes; what else there is are tensors."""
+        if self._pictures is not None and self._model.shows_pictures(answer.request):
+            answer.pictures = await asyncio.to_thread(self._pictures.of, answer.request)
+        elif self._tensors is not None:
+            answer.shown = await asyncio.to_thread(self._tensors.of, answer.request)
+
     async def _converse(self, answers: Sequence[Answer]) -> None:
         for answer in answers:
             # The server ends all whose name begins as the one to be ended: none here begins as another.
@@ -192,7 +200,7 @@ class SglangEngine:
         again: list[Answer] = []
         running = set(range(len(answers)))
         sent = body(answers, self._version, self._model.never, self._model.pictures)
-        unseen = {index for index, answer in enumerate(answers) if answer.pictures}
+        unseen = {index for index, answer in enumerate(answers) if answer.shows}
         async for piece in self._client.generate(sent):
             if piece.meta_info is None or piece.index not in running:
                 raise BadAnswer(f"a piece of a stream is about request {piece.index} of {len(answers)}")
@@ -225,7 +233,7 @@ class SglangEngine:
                 self._spawn(self._ask(group))
 
     def _check_prompt(self, answer: Answer, seen: Sequence[int] | None) -> None:
-        """Refuse an answer to another prompt: a server puts in the placeholders of pictures by itself."""
+        """Refuse an answer to another prompt: a server puts in the placeholders of files by itself."""
         asked = [*answer.request.tokens.tolist(), *answer.tokens[: answer.kept]]
         if seen != asked:
             told = "does not tell its prompt" if seen is None else f"makes {len(seen)} tokens of its prompt"
@@ -248,7 +256,7 @@ class SglangEngine:
         """Whether a call came to a server that stood still for a version, and was answered by that one. Its
         files name the version before: what they show may be what that one's vision tower saw.
         """
-        return bool(answer.pictures and self._pusher.resumes and answer.other_versions)
+        return bool(answer.shows and self._pusher.resumes and answer.other_versions)
 
     def _goes_on(self, answer: Answer, finish: Finish) -> bool:
         """Deliver an answer that is whole; True when it has to be asked again with what it has."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from agentic import derive_seed
 
 from relax.backends.inference.base import EngineSpec
+from relax.backends.inference.sglang.tensors import ENVIRONMENT, IN_SERVER
 from relax.config.sglang import CPU_CACHE_TOKENS, SglangSettings
 
 CONTEXT_MARGIN = 8
@@ -34,7 +35,15 @@ def python_of(settings: SglangSettings) -> str:
     return settings.python or sys.executable
 
 
-def command(spec: EngineSpec, folder: Path, port: int, capacity: int, *, pictures: bool = False) -> list[str]:
+def command(
+    spec: EngineSpec,
+    folder: Path,
+    port: int,
+    capacity: int,
+    *,
+    pictures: bool = False,
+    hollow: bool = False,
+) -> list[str]:
     """The command line of one replica's server, which listens on loopback.
 
     Args:
@@ -43,6 +52,7 @@ def command(spec: EngineSpec, folder: Path, port: int, capacity: int, *, picture
         port: where it listens.
         capacity: tokens of its context.
         pictures: it is sent pictures, which have their final size.
+        hollow: the folder has no weights after all.
     """
     settings = spec.settings.sglang
     device = device_of(settings)
@@ -67,6 +77,7 @@ def command(spec: EngineSpec, folder: Path, port: int, capacity: int, *, picture
         "mem_fraction_static": settings.memory_fraction,
         "max_total_tokens": settings.cache_tokens,
         "attention_backend": settings.attention,
+        "load_format": "dummy" if hollow else None,
     }
     if pictures:
         flags["mm_process_config"] = json.dumps({"image": {"do_resize": False}})
@@ -109,12 +120,12 @@ def gpus(settings: SglangSettings) -> int:
     return settings.tensor_parallel * settings.pipeline_parallel * own
 
 
-def environment(spec: EngineSpec, around: Mapping[str, str]) -> dict[str, str]:
+def environment(spec: EngineSpec, around: Mapping[str, str], *, shown: bool = False) -> dict[str, str]:
     """The environment of a server: that around it, and what the settings say.
 
     Bytecode is written, as each of its processes imports for half a minute without, and a longer context than
     the model's may be named (see `CONTEXT_MARGIN`). A python of its own does not look for modules where this
-    one does.
+    one does; where it is shown something, it finds there what takes that (`tensors`).
     """
     settings = spec.settings.sglang
     found = own_modules(settings, around)
@@ -122,7 +133,11 @@ def environment(spec: EngineSpec, around: Mapping[str, str]) -> dict[str, str]:
     if device_of(settings) == "cpu":
         found |= {"SGLANG_USE_CPU_ENGINE": "1", "CUDA_VISIBLE_DEVICES": ""}
         found.setdefault("OMP_NUM_THREADS", "1")
-    return found | settings.env
+    found |= settings.env
+    if shown:
+        found = ENVIRONMENT | found
+        found["PYTHONPATH"] = os.pathsep.join(filter(None, [str(IN_SERVER), found.get("PYTHONPATH")]))
+    return found
 
 
 def own_modules(settings: SglangSettings, around: Mapping[str, str]) -> dict[str, str]:

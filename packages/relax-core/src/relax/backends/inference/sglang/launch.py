@@ -90,8 +90,15 @@ async def _start(spec: EngineSpec, model: ServedModel, capacity: int) -> tuple[S
     client: SglangClient | None = None
     try:
         process = ServerProcess.start(
-            command(spec, model.folder, port.number, capacity, pictures=model.pictures is not None),
-            environment(spec, os.environ),
+            command(
+                spec,
+                model.folder,
+                port.number,
+                capacity,
+                pictures=model.pictures is not None,
+                hollow=model.hollow,
+            ),
+            environment(spec, os.environ, shown=model.shows),
             spec.run_folder / "logs" / f"{spec.name}.sglang.log",
         )
         client = SglangClient(f"http://127.0.0.1:{port.number}", answer_seconds=settings.health_seconds)
@@ -139,10 +146,10 @@ def _hold_against(spec: EngineSpec, info: ServerInfo, url: str) -> None:
 
 def _check_pause(spec: EngineSpec, model: ServedModel) -> None:
     """A request that a server holds over an update goes on with what the old vision tower saw."""
-    if model.pictures is not None and spec.settings.sglang.pause == "retract":
+    if model.shows and spec.settings.sglang.pause == "retract":
         raise EngineError(
-            f"{spec.name}: rollout.sglang.pause = retract with a model that sees pictures: a server keeps "
-            f"what its vision tower made of a picture, and would go on with that of older weights; set "
+            f"{spec.name}: rollout.sglang.pause = retract with a model that sees or hears: a server keeps "
+            f"what its towers made of what they were shown, and would go on with that of older weights; set "
             f"rollout.sglang.pause=auto"
         )
 

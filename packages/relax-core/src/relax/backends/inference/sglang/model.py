@@ -1,6 +1,5 @@
 """What a server serves, told by its model folder without loading it: weights, vocabulary, context, routes."""
 
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,17 +11,29 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from relax.backends.inference.errors import EngineError, InvalidRequest, InvalidUpdate
+from relax.backends.inference.reading import reader_of
 from relax.backends.inference.sglang.answers import Captured
 from relax.backends.inference.sglang.experts import apart, together
-from relax.backends.inference.sglang.pictures import FAMILIES, PictureRules
+from relax.backends.inference.sglang.pictures import PictureRules, normalisation
+from relax.backends.inference.sglang.tensors import Tensors
+from relax.backends.inference.sglang.whole import copy_around, whole_folder
 from relax.backends.model_files import ModelFolderError, read_config, weight_files
-from relax.backends.models import build_model, has_weights, torch_dtype
+from relax.backends.models import (
+    THINKER,
+    build_model,
+    has_weights,
+    load_config,
+    torch_dtype,
+    weights_prefix,
+)
 from relax.backends.routes import routing_of
 
 OUTPUT, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 """Not among the weights where the model ties it to its embedding."""
 
 PLACEHOLDERS = ("image_token_id", "video_token_id", "audio_token_id")
+
+THINKER_TYPE = "qwen3_omni_moe_thinker"
 
 LONGEST = 1 << 20
 
@@ -39,7 +50,11 @@ class ServedModel:
         captured: what a server tells of its routes; None for a dense model.
         never: tokens that only stand for media, which no policy may say.
         tied: the output layer is the embedding.
-        pictures: what becomes of pictures; None for a model that takes none here.
+        pictures: what becomes of pictures; None for a model that takes no files of them here.
+        tensors: what becomes of all that is shown; None for a model that is shown nothing.
+        prefix: what a server puts before a weight's name.
+        hollow: the folder says which weights there are and holds none, so that a server starts with some of
+            its own.
     """
 
     folder: Path
@@ -50,6 +65,20 @@ class ServedModel:
     never: tuple[int, ...]
     tied: bool
     pictures: PictureRules | None = None
+    tensors: Tensors | None = None
+    prefix: str = ""
+    hollow: bool = False
+
+    @property
+    def shows(self) -> bool:
+        """Whether it is shown anything."""
+        return self.tensors is not None
+
+    def shows_pictures(self, request: GenerationRequest) -> bool:
+        """Whether all that a request shows are pictures that go as files."""
+        return self.pictures is not None and all(
+            item.get("kind", "image") == "image" for item in request.media
+        )
 
     @classmethod
     def read(cls, folder: Path, dtype: str, completed: Path, seed: int) -> "ServedModel":
@@ -67,27 +96,36 @@ class ServedModel:
         """
         if not has_weights(folder):
             build_model(folder, dtype, weights=False, seed=seed).save_pretrained(completed)
-            for other in folder.iterdir():  # its tokenizer, and how pictures are processed
-                if other.is_file() and not (completed / other.name).exists():
-                    shutil.copyfile(other, completed / other.name)
+            copy_around(folder, completed)  # its tokenizer, and how pictures are processed
             folder = completed
         try:
             config = read_config(folder)
             weight_files(folder)
+            prefix = weights_prefix(folder)
+            reader = reader_of(load_config(folder))
         except ModelFolderError as error:
             raise EngineError(str(error)) from error
         outer = config.get("thinker_config", config)
         text = outer.get("text_config") or outer
         routing = routing_of(config)
+        weights = together(_weights(folder, prefix, torch_dtype(dtype), tied=_ties(outer)))
+        rules = PictureRules.read(folder, config)
+        tensors = None if reader is None else Tensors(reader, *normalisation(folder))
+        hollow = outer.get("model_type") == THINKER_TYPE and not prefix
+        if hollow:
+            folder, prefix = whole_folder(folder, config, completed / "whole", weights), THINKER
         return cls(
             folder,
-            together(_weights(folder, torch_dtype(dtype), tied=_ties(config))),
+            weights,
             int(text["vocab_size"]),
             int(text.get("max_position_embeddings") or LONGEST),
             None if routing is None else Captured(routing, int(text["num_hidden_layers"])),
             tuple(int(outer[name]) for name in PLACEHOLDERS if outer.get(name) is not None),
-            _ties(config),
-            PictureRules.read(folder, config),
+            _ties(outer),
+            rules,
+            tensors,
+            prefix,
+            hollow,
         )
 
     def for_server(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -98,7 +136,7 @@ class ServedModel:
         found = apart(tensors)
         if self.tied and self.captured is not None and EMBEDDING in found:
             found[OUTPUT] = found[EMBEDDING]
-        return found
+        return {self.prefix + name: tensor for name, tensor in found.items()} if self.prefix else found
 
     def check_request(self, request: GenerationRequest, capacity: int) -> None:
         """Refuse what can never be served.
@@ -124,12 +162,14 @@ class ServedModel:
                 f"request {request.id!r} stops at token {stop[0]}, outside the vocabulary of "
                 f"{self.vocabulary}"
             )
-        if self.pictures is not None:
+        if self.pictures is not None and self.shows_pictures(request):
             self.pictures.check(request)
+        elif self.tensors is not None:
+            self.tensors.check(request)
         elif request.media:
             raise InvalidRequest(
                 f"request {request.id!r} carries {len(request.media)} media items, and to the model in "
-                f"{self.folder} the sglang engine gives text only (pictures to {', '.join(FAMILIES)}); use "
+                f"{self.folder} the sglang engine gives text only (media to Qwen3-VL and Qwen3-Omni); use "
                 f"rollout.engine=transformers"
             )
 
@@ -161,16 +201,21 @@ def _ties(config: Mapping[str, Any]) -> bool:
     return bool(config.get("tie_word_embeddings") or text.get("tie_word_embeddings"))
 
 
-def _weights(folder: Path, dtype: torch.dtype, *, tied: bool) -> dict[str, Tensor]:
+def _weights(folder: Path, prefix: str, dtype: torch.dtype, *, tied: bool) -> dict[str, Tensor]:
+    """Those of the files that begin with `prefix`, without it."""
     found: dict[str, Tensor] = {}
     for file in sorted(folder.glob("*.safetensors")):
         try:
             with safe_open(file, "pt", device="cpu") as tensors:
                 for name in tensors.keys():  # noqa: SIM118 - it is no dictionary
+                    if not name.startswith(prefix):
+                        continue
                     place = tensors.get_slice(name)
                     floating = place.get_dtype().startswith(("F", "BF"))
                     kind = dtype if floating else _WHOLE[place.get_dtype()]
-                    found[name] = torch.empty(place.get_shape(), dtype=kind, device="meta")
+                    found[name.removeprefix(prefix)] = torch.empty(
+                        place.get_shape(), dtype=kind, device="meta"
+                    )
         except (OSError, SafetensorError, KeyError) as error:
             raise EngineError(f"{file} cannot be read as safetensors: {error!r}") from error
     if tied:

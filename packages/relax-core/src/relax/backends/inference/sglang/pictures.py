@@ -168,6 +168,18 @@ class PictureRules:
         return blocks.transpose(0, 2, 5, 1, 3, 6, 4).reshape(height * patch, width * patch, _CHANNELS)
 
 
+def normalisation(folder: Path) -> tuple[list[float], list[float]]:
+    """Mean and deviation of each channel that pixels are normalised by, on the scale of 8 bits.
+
+    Raises:
+        EngineError: the preprocessor's configuration is missing or damaged.
+    """
+    said = _preprocessor(folder)
+    scale = 1 / float(said.get("rescale_factor") or 1 / 255)
+    mean, std = (said.get(name) or (0.5,) * _CHANNELS for name in ("image_mean", "image_std"))
+    return [scale * each for each in mean], [scale * each for each in std]
+
+
 class Pictures:
     """The pictures of requests as PNG files; an array that several requests share is made into files once."""
 

@@ -29,7 +29,8 @@ def body(
         version: of the weights that are served now. It names the prefix cache, so that no prompt that comes
             later finds what older weights computed.
         never: tokens that must not be sampled.
-        rules: of the pictures that answers have; the server is to tell the prompt that it makes with them.
+        rules: of the pictures that answers have. Of what is shown the server is to tell the prompt that it
+            makes with it.
     """
     content: dict[str, Any] = {
         "rid": [answer.rid for answer in answers],
@@ -49,6 +50,12 @@ def body(
         content["image_data"] = [
             [at_version(file, version) for file in answer.pictures or []] for answer in answers
         ]
+    if any(answer.shown is not None for answer in answers):
+        content["video_data"] = [
+            [] if answer.shown is None else answer.shown.pieces(len(answer.prompt), version)
+            for answer in answers
+        ]
+    if any(answer.shows for answer in answers):
         content["return_prompt_token_ids"] = True
     if answers[0].captured is not None:
         content["return_routed_experts"] = True

@@ -45,7 +45,7 @@ class VersionPusher:
         Raises:
             dcs.DcsError: it does not answer, or its parallelism does not take weights in that way.
         """
-        asks_again = routes or model.pictures is not None
+        asks_again = routes or model.shows
         resumes = settings.pause == "resume" or (settings.pause == "auto" and asks_again)
         pause: Literal["abort", "retract", "in_place"] = "retract"
         if resumes:
