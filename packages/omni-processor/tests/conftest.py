@@ -7,6 +7,7 @@ import io
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -219,24 +220,33 @@ def _make_wave(seconds: float, rate: int = 16000, seed: int = 0) -> np.ndarray:
 
 
 def _write_video(
-    frames, fps=8, codec="libx264", container="mp4", pixels="yuv420p", sound=None, rate=16000, rotation=0
+    frames,
+    fps=8,
+    codec="libx264",
+    container="mp4",
+    pixels="yuv420p",
+    sound=None,
+    rate=16000,
+    rotation=0,
+    early_index=False,
 ) -> bytes:
     """A video file; with `sound` float32 [samples] as a second track, of PCM so that it is not changed."""
     target = io.BytesIO()
-    with av.open(target, "w", format=container) as file:
-        stream = file.add_stream(codec, rate=fps)
+    options = {"moov_size": "3000"} if early_index and container == "mp4" else {}
+    with av.open(target, "w", format=container, options=options) as file:
+        stream: Any = file.add_stream(codec, rate=fps)
         stream.height, stream.width = frames.shape[1:3]
         stream.pix_fmt = pixels
         if rotation:
             stream.set_display_rotation(rotation)
-        track = None
+        track: Any = None
         if sound is not None:
-            track = file.add_stream("pcm_s16le" if container != "mp4" else "flac", rate=rate)
+            track = file.add_stream("pcm_s16le", rate=rate)
             track.layout = "mono"
         for frame in frames:
             file.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
         file.mux(stream.encode(None))
-        if track is not None:
+        if track is not None and sound is not None:
             samples = np.rint(sound * 32767).astype(np.int16)[None]
             made = av.AudioFrame.from_ndarray(samples, format="s16", layout="mono")
             made.sample_rate = rate

@@ -183,7 +183,7 @@ def test_other_means_deviations_and_patch_sizes_are_followed(tokenizer, picture)
 @settings(max_examples=300, deadline=None)
 @given(height=st.integers(1, 3000), width=st.integers(1, 3000), longest=st.integers(4, 400))
 def test_target_size_equals_the_published_rule(height, width, longest):
-    from omni_processor.families.qwen3_vl import target_size
+    from omni_processor.families.patches import target_size
     from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
     maximum = longest * 32 * 32

@@ -1,6 +1,7 @@
 """The oracle for sound and video: transformers' own Qwen3-Omni processor and model."""
 
 import io
+from typing import Any
 
 import av
 import numpy as np
@@ -42,6 +43,8 @@ def thinker(omni_tokenizer):
         Qwen3OmniMoeThinkerForConditionalGeneration,
     )
 
+    make_config: Any = Qwen3OmniMoeThinkerConfig
+
     tid = omni_tokenizer.convert_tokens_to_ids
     torch.manual_seed(0)
     rope = {
@@ -50,7 +53,7 @@ def thinker(omni_tokenizer):
         "mrope_section": [4, 2, 2],
         "mrope_interleaved": True,
     }
-    config = Qwen3OmniMoeThinkerConfig(
+    config = make_config(
         audio_config={
             "num_mel_bins": 128,
             "encoder_layers": 1,
@@ -101,8 +104,8 @@ def thinker(omni_tokenizer):
 
 
 def decoded(data: bytes) -> tuple[np.ndarray, float]:
-    with av.open(io.BytesIO(data)) as container:
-        stream = container.streams.video[0]
+    with av.open(io.BytesIO(data), "r") as container:
+        stream: Any = container.streams.video[0]
         rate = float(stream.average_rate)
         return np.stack([frame.to_ndarray(format="rgb24") for frame in container.decode(stream)]), rate
 
@@ -323,7 +326,7 @@ def test_without_a_video_config_the_published_bounds_hold(omni_tokenizer, rules,
 def test_a_whole_models_config_is_read_as_its_thinkers(omni_tokenizer, rules):
     tid = omni_tokenizer.convert_tokens_to_ids
     thinker = {"audio_token_id": tid("<|audio_pad|>"), "position_id_per_seconds": 25}
-    made = [
+    made: list[Any] = [
         families.create("qwen3_omni", omni_tokenizer, config, {**rules["image"], **rules["mel"]})
         for config in (thinker, {"thinker_config": thinker})
     ]

@@ -1,6 +1,7 @@
 """The oracle for videos: transformers' own Qwen3-VL processor and model."""
 
 import io
+from typing import Any
 
 import av
 import numpy as np
@@ -35,8 +36,8 @@ def reference(tokenizer, rules):
 
 def decoded(data: bytes) -> tuple[np.ndarray, float]:
     """Every frame of a file as PyAV gives it, and the average rate."""
-    with av.open(io.BytesIO(data)) as container:
-        stream = container.streams.video[0]
+    with av.open(io.BytesIO(data), "r") as container:
+        stream: Any = container.streams.video[0]
         rate = float(stream.average_rate)
         return np.stack([frame.to_ndarray(format="rgb24") for frame in container.decode(stream)]), rate
 
@@ -196,8 +197,9 @@ def test_positions_equal_the_models_get_rope_index(
         config = Config
         get_vision_position_ids = Qwen3VLModel.get_vision_position_ids
 
+    placing: Any = Placing()
     expected, _ = Qwen3VLModel.get_rope_index(
-        Placing(),
+        placing,
         torch.from_numpy(sample.tokens.astype(np.int64))[None],
         torch.from_numpy(kinds.astype(np.int64))[None],
         *(

@@ -7,7 +7,8 @@ import sys
 import numpy as np
 import pytest
 from omni_processor import Budget, ConfigError, Limits, OmniProcessor, families
-from omni_processor.families.qwen3_vl import PixelRules, Qwen3VL
+from omni_processor.families.patches import PixelRules
+from omni_processor.families.qwen3_vl import Qwen3VL
 
 
 def rewrite(path, **changes):
@@ -45,6 +46,7 @@ def test_a_folder_as_transformers_saves_its_processor_is_read(tmp_path, tokenize
     ).save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_vl"}))
     loaded = OmniProcessor.from_pretrained(str(tmp_path))
+    assert isinstance(loaded.family, Qwen3VL)
     assert loaded.family.rules == processor.family.rules
     assert loaded.family.clips.pixels.min_pixels == 128 * 32 * 32  # as that video processor was made
     assert loaded([{"role": "user", "content": "x"}]).tokens.size

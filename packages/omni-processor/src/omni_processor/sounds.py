@@ -126,8 +126,12 @@ def track_header(encoded: Encoded, limits: Limits, item: str) -> SoundHeader:
         if not container.streams.audio:
             raise Empty("it has no sound track", item=item, source=encoded.label)
         stream = container.streams.audio[0]
-        if not stream.rate or not stream.codec_context.channels:
-            raise Undecodable("its sound track does not say its rate", item=item, source=encoded.label)
+        if stream.codec_context is None or not stream.rate or not stream.codec_context.channels:
+            raise Undecodable(
+                "its sound track is of an unknown codec, or does not say its rate",
+                item=item,
+                source=encoded.label,
+            )
         if stream.duration is not None and stream.time_base is not None:
             seconds = float(stream.duration * stream.time_base)
         else:  # Matroska says it of the whole file only
@@ -263,7 +267,7 @@ def _decode_sound_file(encoded: Encoded, item: str) -> np.ndarray:
 
     try:
         with soundfile.SoundFile(io.BytesIO(encoded.data)) as file:
-            promised = file.frames
+            promised = max(file.frames, _promised_by_wav(encoded.data))
             # Block by block: memory follows what is there, not what the header promises.
             blocks = list(file.blocks(_BLOCK, dtype="float32", always_2d=True))
     except soundfile.LibsndfileError as error:
@@ -278,6 +282,27 @@ def _decode_sound_file(encoded: Encoded, item: str) -> np.ndarray:
             source=encoded.label,
         )
     return samples.T
+
+
+def _promised_by_wav(data: bytes) -> int:
+    """Samples that a WAV's header promises; 0 of other files, and of WAVs whose writer did not know.
+
+    libsndfile takes what is there of a cut off one without a word.
+    """
+    if data[:4] != b"RIFF" or data[8:12] != b"WAVE":
+        return 0
+    at, block = 12, 0
+    while at + 8 <= len(data):
+        name, size = data[at : at + 4], int.from_bytes(data[at + 4 : at + 8], "little")
+        if name == b"fmt ":
+            block = int.from_bytes(data[at + 20 : at + 22], "little")  # bytes of a sample of all channels
+        if name == b"data":
+            return size // block if block and size < _UNKNOWN_SIZE else 0
+        at += 8 + size + size % 2
+    return 0
+
+
+_UNKNOWN_SIZE = 0x7FFFF000  # and above: what streaming writers put
 
 
 def _decode_track(encoded: Encoded, header: SoundHeader, limits: Limits, item: str) -> np.ndarray:

@@ -238,8 +238,10 @@ def _track(container: InputContainer, encoded: Encoded, item: str) -> VideoStrea
     if not pictures:
         raise Empty("it has no video track", item=item, source=encoded.label)
     stream = pictures[0]
-    if not stream.height or not stream.width:
-        raise Undecodable("the video's header says no size", item=item, source=encoded.label)
+    if stream.codec_context is None or not stream.height or not stream.width:
+        raise Undecodable(
+            "the video is of an unknown codec, or its header says no size", item=item, source=encoded.label
+        )
     stream.codec_context.thread_count = 1  # what damaged data decode to must not depend on threads
     return stream
 
