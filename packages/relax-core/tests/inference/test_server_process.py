@@ -6,7 +6,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+import uuid
+from collections.abc import AsyncIterator, Callable, Iterator
+from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 
 import psutil
@@ -37,6 +39,9 @@ asyncio.run(own())
 """
 
 
+SHARED = Path("/dev/shm")
+
+
 @pytest.fixture
 async def start(tmp_path: Path) -> AsyncIterator[Callable[[str], ServerProcess]]:
     """`start(program)`: a server that is that Python program."""
@@ -59,6 +64,10 @@ def until(found: Callable[[], object], seconds: float = 30.0) -> None:
     while not found():
         assert time.monotonic() < deadline, "it did not happen in time"
         time.sleep(0.02)
+
+
+def exists(file: Path) -> bool:
+    return file.exists()
 
 
 def orphan_of(log: Path) -> int:
@@ -101,6 +110,69 @@ def test_a_server_ends_when_its_owner_dies_however_that_is(how, tmp_path):
     finally:
         owner.kill()
         owner.wait()
+
+
+SHARING = """
+import mmap, multiprocessing, pathlib, time
+from multiprocessing.shared_memory import SharedMemory
+
+lock = multiprocessing.get_context("spawn").Lock()
+own = SharedMemory(create=True, size=4096)
+names = pathlib.Path(NAMES)
+while not names.exists():
+    time.sleep(0.02)
+*others, weights = names.read_text().split()
+kept = [SharedMemory(name) for name in others]
+with open(weights, "r+b") as file:
+    model = mmap.mmap(file.fileno(), 0)
+print("shared", own.name, lock._semlock.name, flush=True)
+time.sleep(1000)
+"""
+"""A server with shared memory and a semaphore of its own, which also maps memory of others, and a model."""
+
+
+@pytest.fixture
+def shared() -> Iterator[Callable[[], SharedMemory]]:
+    """`shared()`: memory of this process."""
+    made: list[SharedMemory] = []
+
+    def make() -> SharedMemory:
+        made.append(SharedMemory(f"psm_{uuid.uuid4().hex[:12]}", create=True, size=4096))
+        return made[-1]
+
+    yield make
+    for memory in made:
+        memory.close()
+        memory.unlink()
+
+
+@pytest.fixture
+def model() -> Iterator[Path]:
+    """A file of weights, which people keep there to load it fast."""
+    file = SHARED / f"{uuid.uuid4().hex}.safetensors"
+    file.write_bytes(bytes(4096))
+    yield file
+    file.unlink()
+
+
+async def test_what_a_killed_server_had_in_shared_memory_is_gone_and_nothing_else(
+    start, shared, model, tmp_path
+):
+    before = shared()
+    before.close()  # it is there, and nobody has it mapped
+    names = tmp_path / "names"
+    server = start(SHARING.replace("NAMES", repr(str(names))))
+    during = shared()  # this process has it mapped
+    names.write_text(f"{before.name} {during.name} {model}")
+    await server.ready(lambda: says(server, "shared"), 30)
+    _, own, semaphore = server.log.read_text().split()[:3]
+    files = [SHARED / own, SHARED / f"sem.{semaphore.lstrip('/')}"]
+    assert [file for file in files if not exists(file)] == []
+    await server.close()
+    assert [file for file in files if exists(file)] == []
+    assert exists(model)
+    assert exists(SHARED / before.name)
+    assert exists(SHARED / during.name)
 
 
 BESIDES = """

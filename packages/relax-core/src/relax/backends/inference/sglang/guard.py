@@ -7,6 +7,10 @@ of a worker that it ends. The first, which the owner has started, waits for the 
 of either is the end of the server, and what is left is ended by the other. It exits with the server's own
 code (128 and the signal for one that was killed). Standard library only: it starts in some 30 ms, and is as
 small.
+
+What a killed process had in shared memory stays there for ever, some 16 KB a server and its semaphores. So
+the guard unlinks what is its server's: files of /dev/shm of the kinds that servers make, made since the guard
+began, which a process below it had mapped and no other process has.
 """
 
 import contextlib
@@ -16,7 +20,13 @@ import select
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
+
+SHARED = Path("/dev/shm")
+OWN = ("sglang_loads_", "sgl_shm_", "sem.mp-", "psm_", "torch_", "nccl-")
+"""How files begin that servers make there. A model's folder may lie there too, and is mapped as well."""
+BEGAN = time.time()
 
 _SET_DEATH_SIGNAL, _SET_SUBREAPER = 1, 36  # prctl(2)
 
@@ -78,12 +88,39 @@ def _wait(ends: list[int]) -> None:
 
 def _end_all() -> None:
     """Kill and reap until there is no descendant left; what is orphaned meanwhile becomes a child."""
+    shared: set[int] = set()
     with contextlib.suppress(ChildProcessError):
         while True:
             for pid in descendants(os.getpid()):
+                shared |= mapped(pid)
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             os.waitpid(-1, 0)
+    _unlink(shared)
+
+
+def _unlink(inodes: set[int]) -> None:
+    """Remove these files of shared memory, but for what others use, and what was there before."""
+    if not inodes:
+        return
+    for process in Path("/proc").glob("[0-9]*"):
+        inodes = inodes - mapped(int(process.name))
+    for file in SHARED.iterdir():
+        with contextlib.suppress(OSError):  # it is gone, or is somebody else's
+            state = file.lstat()
+            if file.name.startswith(OWN) and state.st_ino in inodes and state.st_ctime >= BEGAN:
+                file.unlink()
+
+
+def mapped(pid: int) -> set[int]:
+    """Inodes of what a process has mapped of shared memory: a semaphore gets its name afterwards."""
+    try:
+        lines = Path(f"/proc/{pid}/maps").read_bytes().splitlines()
+    except OSError:  # it has ended, or is somebody else's
+        return set()
+    start = os.fsencode(SHARED) + b"/"
+    fields = [line.split(None, 5) for line in lines if start in line]
+    return {int(inode) for *_, inode, path in fields if path.startswith(start)}
 
 
 def descendants(pid: int) -> list[int]:
