@@ -1,7 +1,9 @@
 import json
 from pathlib import Path
+from typing import Any
 
 import datasets
+import pyarrow
 import pytest
 from relax.config import ConfigError
 from relax.config.inputs import DataSettings
@@ -56,6 +58,52 @@ def test_placeholders_and_leftover_images_become_parts() -> None:
     assert [part["type"] for part in before[1]["content"]] == ["image", "image", "text"]
     with pytest.raises(ValueError, match="more <image> placeholders than images"):
         messages_of({"prompt": "<image><image>", "image": "A.png"}, settings)
+
+
+def test_sounds_and_videos_take_their_places_beside_images() -> None:
+    settings = DataSettings(
+        path="x", image_column="i", audio_column="a", video_column="v", audio_in_video=True
+    )
+    film = {"type": "video", "video": "A.mp4", "use_audio_in_video": True}
+    row = {"prompt": "<audio>a<video>b<image><audio>", "i": "A.png", "a": ["1.wav", "2.wav"], "v": "A.mp4"}
+    (message,) = messages_of(row, settings)
+    assert message["content"] == [
+        {"type": "audio", "audio": "1.wav"},
+        {"type": "text", "text": "a"},
+        film,
+        {"type": "text", "text": "b"},
+        {"type": "image", "image": "A.png"},
+        {"type": "audio", "audio": "2.wav"},
+    ]
+    left = {"prompt": "hear <audio>", "i": None, "a": ["1.wav", "2.wav"], "v": ["A.mp4"]}
+    (message,) = messages_of(left, settings)
+    assert message["content"] == [
+        film,
+        {"type": "audio", "audio": "2.wav"},
+        {"type": "text", "text": "hear "},
+        {"type": "audio", "audio": "1.wav"},
+    ]
+    (plain,) = messages_of({"prompt": "none", "i": None, "a": [], "v": None}, settings)
+    assert plain == {"role": "user", "content": "none"}
+    with pytest.raises(ValueError, match="more <video> placeholders than videos"):
+        messages_of({"prompt": "<video>", "i": None, "a": [], "v": []}, settings)
+    # A placeholder without a column is text.
+    (said,) = messages_of({"prompt": "<audio>", "v": []}, DataSettings(path="x", video_column="v"))
+    assert said["content"] == "<audio>"
+
+
+@pytest.mark.parametrize("listed", [False, True])
+def test_sounds_of_a_table_stay_encoded(monkeypatch: pytest.MonkeyPatch, listed: bool) -> None:
+    cells = [{"bytes": b"RIFF", "path": None}, {"bytes": None, "path": "b.wav"}]
+    column = [[cell] for cell in cells] if listed else cells
+    made = datasets.Dataset(pyarrow.table({"prompt": ["a", "b"], "a": column}))
+    decoding: Any = datasets.List(datasets.Audio()) if listed else datasets.Audio()
+    table = made.cast_column("a", decoding)
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: table)
+    settings = DataSettings(path="a_table", audio_column="a", shuffle=False)
+    rows = read_rows(settings)
+    found = [messages_of(row, settings)[0]["content"][0]["audio"] for row in rows]
+    assert found == cells
 
 
 def test_jsonl_and_parquet_give_the_same_rows(tmp_path: Path) -> None:

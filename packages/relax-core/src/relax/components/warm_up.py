@@ -73,7 +73,7 @@ def demonstrate(processor: OmniProcessor, environment: Any, prompt: Prompt) -> D
             )
         opening, turns = messages[:first], messages[first:]
     start = processor(opening, add_generation_prompt=True)
-    tokens, mask, media = [start.tokens], [], shown(start, files=False)
+    tokens, mask, media = [start.tokens], [], shown(start)
     conversation = list(opening)
     place = 0
     while place < len(turns):
@@ -92,7 +92,7 @@ def demonstrate(processor: OmniProcessor, environment: Any, prompt: Prompt) -> D
             suffix = processor.template_suffix(conversation, seen, sampled=said)
             tokens.append(suffix.tokens)
             mask.append(np.zeros(len(suffix.tokens), np.uint8))
-            media += shown(suffix, files=False)
+            media += shown(suffix)
             conversation += seen
         place = following
     return Demonstration(np.concatenate(tokens), len(start.tokens), np.concatenate(mask), media)

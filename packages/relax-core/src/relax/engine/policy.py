@@ -57,12 +57,11 @@ class SeatPolicy:
         await self._seat.abort(request_id)
 
 
-def shown(sample: Sample, *, files: bool = True) -> list[dict[str, Any]]:
-    """The media of a sample as engines and trainers take them: what the model is fed, and for engines that
-    take no arrays the encoded original of what is heard or moves.
+def shown(sample: Sample) -> list[dict[str, Any]]:
+    """The media of a sample as engines and trainers take them: the arrays the model is fed, and nothing else
+    that the processor keeps with an item, such as the file it came as.
     """
-    left = [name for name in OPAQUE if not (files and name == "file")]
-    return [{name: value for name, value in item.items() if name not in left} for item in sample.media]
+    return [{name: value for name, value in item.items() if name not in OPAQUE} for item in sample.media]
 
 
 def _same(known: Sequence[Message], messages: Sequence[Message]) -> bool:
