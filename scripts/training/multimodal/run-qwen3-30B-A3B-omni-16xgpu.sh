@@ -7,8 +7,8 @@ source "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/../launch.sh"
 about=$(
   cat <<'EOF'
 Trains the thinker of Qwen3-Omni-30B-A3B with GRPO on TEXT: torch_native with FSDP2 on the eight GPUs of one node,
-an embedded transformers engine on each GPU of the other. Sound, video and pictures are not part of it: no backend
-trains on them for this family yet, and neither Megatron nor SGLang is used. The encoders stay as they are.
+an embedded transformers engine on each GPU of the other. The encoders stay as they are. For data that is seen or
+heard add model.text_only=false and its columns: data.image_column=..., data.video_column=..., data.audio_column=...
 
 First write the thinker as a model of its own:
   python scripts/tools/extract_thinker.py MODELS/Qwen3-Omni-30B-A3B-Instruct MODELS/Qwen3-Omni-30B-A3B-Instruct-thinker
