@@ -125,6 +125,16 @@ def test_video_between_whole_positions_is_refused_by_name(omni_oracle, attend):
         tensors.check(attend("odd", ("video",), fps=4.0))
 
 
+def test_placeholders_of_video_that_nothing_stands_for_are_refused(vision_oracle, watch, tmp_path):
+    model = ServedModel.read(vision_oracle.folder, "float32", tmp_path / "completed", 0)
+    for parts in (("video",), ("image", "video")):
+        request = watch("r", parts, seed=1)
+        model.check_request(request, 256)
+        with pytest.raises(InvalidRequest, match=r"'r' has \d+ video placeholder tokens"):
+            model.check_request(msgspec.structs.replace(request, media=request.media[:-1]), 256)
+    model.check_request(watch("text", ()), 256)
+
+
 def test_requests_with_and_without_tensors_go_in_one_call(vision_oracle, watch):
     tensors = tensors_of(vision_oracle.folder)
     requests = [watch("text", ()), watch("film", ("video",), seed=1)]

@@ -147,11 +147,19 @@ def _check_prompts(rows: Sequence[Mapping[str, Any]], config: RunConfig, context
         except BadRow as error:
             raise ConfigError(f"{at} is no prompt: {error.reason}; correct or remove the row") from error
         try:
-            length = len(processor(prompt.messages, add_generation_prompt=True).tokens)
+            sample = processor(prompt.messages, add_generation_prompt=True)
+            length = len(sample.tokens)
+            between = sample.media and (processor.positions(sample.tokens, sample.media) % 1).any()
         except (OmniProcessorError, TypeError, ValueError, LookupError, OSError) as error:
             raise ConfigError(
                 f"{at} cannot be encoded: {type(error).__name__}: {error}; correct or remove the row"
             ) from error
+        if between and config.rollout.engine == "sglang":
+            raise ConfigError(
+                f"{at} shows a video whose steps in time do not begin at whole positions, and SGLang's are "
+                f"whole numbers; set fps in the model's video_preprocessor_config.json so that "
+                f"temporal_patch_size / fps * position_id_per_seconds is one, or rollout.engine=transformers"
+            )
         if length > room:
             raise ConfigError(
                 f"data.path = {config.data.path!r}: the prompt of row {number} has {length} tokens, more "

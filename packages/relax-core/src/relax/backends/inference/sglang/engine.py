@@ -310,6 +310,11 @@ class SglangEngine:
         for answer in answers:
             times = f", {answer.faults} times" if answer.faults > 1 else ""
             named = f"request {answer.request.id!r} was refused by {self._client.url}{times}: {refused}"
+            if answer.shown is not None and self._process is None:
+                named += (
+                    "; what it shows are tensors, which a server takes that is started with "
+                    "SGLANG_EXTERNAL_MM_PROCESSOR_PACKAGE=relax_media (docs/how-to/use-sglang.md)"
+                )
             self._fail([answer], InvalidRequest(named))
 
     async def _ask_alone(self, answers: Sequence[Answer]) -> None:

@@ -76,9 +76,8 @@ class ServedModel:
 
     def shows_pictures(self, request: GenerationRequest) -> bool:
         """Whether all that a request shows are pictures that go as files."""
-        return self.pictures is not None and all(
-            item.get("kind", "image") == "image" for item in request.media
-        )
+        kinds = {item.get("kind", "image") for item in request.media}
+        return self.pictures is not None and kinds == {"image"}
 
     @classmethod
     def read(cls, folder: Path, dtype: str, completed: Path, seed: int) -> "ServedModel":
@@ -164,7 +163,7 @@ class ServedModel:
             )
         if self.pictures is not None and self.shows_pictures(request):
             self.pictures.check(request)
-        elif self.tensors is not None:
+        if self.tensors is not None:
             self.tensors.check(request)
         elif request.media:
             raise InvalidRequest(

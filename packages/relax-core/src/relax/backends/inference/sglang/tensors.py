@@ -40,6 +40,8 @@ ENVIRONMENT = {
 """Of a server: that it takes tensors, and hears sounds of any lengths beside each other."""
 
 _CHANNELS = 3
+_BLOCK = 64
+"""Patches that are looked at together: what is made of them stays in a core's cache."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,16 +143,23 @@ class Tensors:
         pixels that are not of 8 bits. Looked up, they are the very bits again.
         """
         parts = pixels.reshape(len(pixels), _CHANNELS, -1)
-        levels = np.rint(parts * self._std + self._mean)
-        if not levels.size or levels.min() < 0 or levels.max() > 255:
-            return None
-        narrow = levels.astype(np.uint8)
-        channels = np.arange(_CHANNELS)[:, None]
+        levels = np.empty(parts.shape, np.uint8)
         values = np.zeros((_CHANNELS, 256), np.float32)
-        values[np.broadcast_to(channels, narrow.shape), narrow] = parts
-        if (values[channels, narrow] != parts).any():
-            return None
-        return {"levels": narrow.reshape(pixels.shape), "values": values}
+        blocks = [slice(start, start + _BLOCK) for start in range(0, len(parts), _BLOCK)]
+        for block in blocks:
+            found = parts[block] * self._std
+            found += self._mean
+            np.rint(found, out=found)
+            if not (found.min() >= 0 and found.max() <= 255):
+                return None
+            levels[block] = found
+            for channel in range(_CHANNELS):
+                values[channel, levels[block, channel]] = parts[block, channel]
+        for block in blocks:
+            for channel in range(_CHANNELS):
+                if (values[channel].take(levels[block, channel]) != parts[block, channel]).any():
+                    return None
+        return {"levels": levels.reshape(pixels.shape), "values": values}
 
 
 def _unmasked(features: np.ndarray, item: Mapping[str, Any]) -> np.ndarray:

@@ -26,5 +26,8 @@ def read(text: str) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     if "levels" in arrays:  # of pictures of 8 bits, and the 256 values that each channel has
         levels, values = arrays.pop("levels"), arrays.pop("values")
         parts = levels.reshape(len(levels), len(values), -1)
-        arrays["pixels"] = values[np.arange(len(values))[:, None], parts].reshape(levels.shape)
+        pixels = np.empty(parts.shape, values.dtype)
+        for channel, known in enumerate(values):
+            pixels[:, channel] = known.take(parts[:, channel])
+        arrays["pixels"] = pixels.reshape(levels.shape)
     return head, arrays
