@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from relax.backends.models import build_model
 from safetensors.torch import load_file
 
 # The first test of a session starts the ranks that all of them share: a minute on a busy machine.
@@ -58,7 +59,12 @@ def test_given_routes_are_followed_in_every_split_and_when_recomputed(
     ],
 )
 def test_a_critic_gives_values_that_learn(
-    kind: str, actor: dict[str, Any], two: Any, model: Callable[..., str], tmp_path: Path
+    kind: str,
+    actor: dict[str, Any],
+    two: Any,
+    model: Callable[..., str],
+    process_module: Callable[[str], Any],
+    tmp_path: Path,
 ) -> None:
     answers = two("values", folder=model(kind), actor=actor, vocabulary=VOCABULARY, out=str(tmp_path / "c"))
     assert any("score.weight" in answer["names"] for answer in answers)
@@ -68,6 +74,26 @@ def test_a_critic_gives_values_that_learn(
     values = torch.tensor([value for part in spoken["trained"] for value in part])
     assert float((values - 0.7).square().mean()) < 0.1
     assert spoken["again"] == spoken["trained"]
+    if kind == "qwen3":
+        work = process_module("problem").batches_for(model(kind), 5, VOCABULARY)
+        norm = _first_norm_of_a_critic(model(kind), work)
+        assert [answer["norm"] for answer in answers] == pytest.approx([norm, norm], rel=1e-5)
+
+
+@torch.no_grad()
+def _first_norm_of_a_critic(folder: str, work: list[Any]) -> float:
+    """Of the mean over 60 of (value - 0.7)^2 when all values are 0: only the head has a gradient then, which
+    is -1.4 times the sum of the hidden states that predict.
+    """
+    decoder: Any = build_model(folder).double().get_decoder()
+    total = torch.zeros(decoder.config.hidden_size, dtype=torch.float64)
+    for batch in work:
+        for row, prompt in zip(
+            batch.tokens.split(batch.offsets.diff().tolist()), batch.prompt_lengths.tolist(), strict=True
+        ):
+            hidden = decoder(input_ids=row[None], use_cache=False).last_hidden_state[0]
+            total += hidden[prompt - 1 : -1].sum(0)
+    return float(1.4 * total.norm() / 60)
 
 
 @pytest.mark.parametrize(
@@ -96,6 +122,11 @@ def test_a_warm_up_learns_and_leaves_no_moments(
         pytest.param({"tensor_parallel": 2}, id="tensor"),
         pytest.param({"pipeline_parallel": 2}, id="pipeline", marks=pytest.mark.slow),
         pytest.param({"data_parallel": 2}, id="data", marks=pytest.mark.slow),
+        pytest.param(
+            {"data_parallel": 2, "dtype": "bfloat16", "megatron": {"distributed_optimizer": True}},
+            id="half",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_steps_that_must_change_nothing_change_nothing(
@@ -110,6 +141,7 @@ def test_steps_that_must_change_nothing_change_nothing(
         assert answer["alike"]
         assert "token ids run from" in answer["refused"][2]
         assert answer["difference"] <= 1e-6
+        assert answer["apart"] <= 1e-6, "micro-batches in calls of their own add up to the same"
         if answer["counts"]:
             assert answer["counts"][0] == answer["counts"][1]
 
@@ -136,3 +168,9 @@ def test_a_split_that_does_not_divide_the_model_is_refused_and_names_the_field(
         for answer in two("refused_actor", folder=model(kind, **shape), actor={**actor, "load": ""}):
             assert message in answer["said"], answer["said"]
             assert answer["said"].startswith("SettingsError")
+
+
+def test_groups_of_megatron_wait_as_long_as_those_of_the_gang(two: Any, model: Callable[..., str]) -> None:
+    """Not its own half an hour: a rank that is stopped is found out by a collective that ends."""
+    asked = {"folder": model("qwen3"), "actor": {"tensor_parallel": 2}, "seconds": 90.0}
+    assert two("patience", **asked) == [90.0, 90.0]

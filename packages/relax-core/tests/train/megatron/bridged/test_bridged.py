@@ -92,7 +92,14 @@ def scores(out: Path, name: str) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    "actor", [{"tensor_parallel": 2}, {"pipeline_parallel": 2}, {"data_parallel": 2}], ids=str
+    "actor",
+    [
+        {"tensor_parallel": 2},
+        {"pipeline_parallel": 2},
+        {"pipeline_parallel": 2, "virtual_pipeline": 2},
+        {"data_parallel": 2},
+    ],
+    ids=str,
 )
 def test_a_bridged_model_trains_as_transformers_does(folder, actor, tmp_path):
     told = run(folder, tmp_path, actor)

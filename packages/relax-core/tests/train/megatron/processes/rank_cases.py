@@ -336,6 +336,20 @@ def turned_thd(folder: str, actor: dict[str, Any], vocabulary: int) -> dict[str,
         }
 
 
+def patience(folder: str, actor: dict[str, Any], seconds: float) -> float:
+    """How long a collective of a group that Megatron made waits, in seconds."""
+    from megatron.core import parallel_state
+
+    settings: dict[str, Any] = {**SETTINGS}
+    made = ActorSettings(backend="megatron", **actor)
+    rank = MegatronRank(RankSpec(Path(folder), TrainerSettings(**settings), made, timeout=seconds))
+    try:
+        group: Any = parallel_state.get_tensor_model_parallel_group()
+        return group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+    finally:
+        rank.close()
+
+
 def refused_actor(folder: str, actor: dict[str, Any]) -> dict[str, Any]:
     """What a rank that cannot be made says."""
     from relax.backends.train.errors import SettingsError, StateFileError, StateMismatchError
@@ -410,16 +424,23 @@ def values(folder: str, actor: dict[str, Any], vocabulary: int, out: str) -> dic
     with rank_of(folder, actor, critic=True, lr=3e-2, clip_grad_norm=None, weight_decay=0.0) as rank:
         work = mine(rank, batches_for(folder, 5, vocabulary))
         first = rank.forward(work)
+        norms = []
         for _ in range(12):
             rank.forward_backward(work, error)
-            rank.optim_step(1 / 60)
+            norms.append(rank.optim_step(1 / 60).grad_norm)
         trained = rank.forward(work)
         names = sorted({piece.source for spec in rank.layout().tensors for piece in spec.pieces})
         rank.save(Path(out))
     with rank_of(folder, actor, critic=True) as rank:
         rank.load(Path(out))
         again = rank.forward(work)
-    return {"first": _listed(first), "trained": _listed(trained), "again": _listed(again), "names": names}
+    return {
+        "first": _listed(first),
+        "norm": norms[0],
+        "trained": _listed(trained),
+        "again": _listed(again),
+        "names": names,
+    }
 
 
 def _listed(found: list[torch.Tensor] | None) -> list[list[float]] | None:
@@ -472,6 +493,11 @@ def odd_steps(folder: str, actor: dict[str, Any], vocabulary: int) -> dict[str, 
         others = [buffer.grad_data for chunk in rank._trained._chunks for buffer in _buffers(chunk)]
         difference = max(float((a - b).abs().max()) for a, b in zip(grads, others, strict=True))
         rank.discard_gradient()
+        for batch in work:
+            rank.forward_backward([batch], loss)
+        others = [buffer.grad_data for chunk in rank._trained._chunks for buffer in _buffers(chunk)]
+        apart = max(float((a - b).abs().max()) for a, b in zip(grads, others, strict=True))
+        rank.discard_gradient()
         scores = rank.forward(work)
     with rank_of(folder, actor, trains=False) as rank:
         again = rank.forward(work)
@@ -486,6 +512,7 @@ def odd_steps(folder: str, actor: dict[str, Any], vocabulary: int) -> dict[str, 
         "same": same,
         "refused": refused,
         "difference": difference,
+        "apart": apart,
         "counts": None if plain is None or filled is None else [plain.count, filled.count],
     }
 
