@@ -17,6 +17,7 @@ from dcs.control.coordinator import LEASE_SECONDS, Coordinator
 from dcs.control.process import Failed, Ready
 from dcs.errors import DcsError
 from dcs.introspection import IntrospectionServer, top
+from dcs.scarcity import raise_descriptor_limit
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -93,6 +94,7 @@ def _serve(options: argparse.Namespace) -> int:
         require_token_of_command(options.host, token, "the coordinator")
         if options.http_port is not None:
             require_token_of_command(options.http_host, token, "the HTTP server of the coordinator")
+    raise_descriptor_limit()
     keys = None if options.curve_secret_file is None else keyfile.read(options.curve_secret_file)
     reader, writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     previous = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGTERM, signal.SIGINT)}

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from dcs.appliers.version import Applied
 from dcs.arguments import require_timeout, require_whole
 from dcs.errors import ApplyFailed, Closed, DcsError, LayoutMismatch, Timeout
+from dcs.interruptible import Condition
 
 if TYPE_CHECKING:
     from dcs.staged import Staged
@@ -32,7 +33,7 @@ class Follower:
         self.error: DcsError | None = None
         self._subscriber = subscriber
         self._apply = apply
-        self._changed = threading.Condition()
+        self._changed = Condition()
         self._thread = threading.Thread(target=self._run, name="dcs-follow", daemon=True)
 
     def start(self) -> None:

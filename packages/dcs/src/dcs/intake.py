@@ -15,6 +15,7 @@ from dcs.errors import (
     PublisherLost,
     Unacknowledged,
 )
+from dcs.interruptible import Condition
 from dcs.layout import Layout
 from dcs.memory.mirrors import Mirrors
 from dcs.memory.shelf import Copy, Shelf, Superseded
@@ -56,7 +57,7 @@ class Intake:
         self.shelf = Shelf(layout)
         self.slots = Slots(self.shelf, chunk_bytes)
         self.mirrors = None if device is None else Mirrors(layout, device)
-        self.changed = threading.Condition()
+        self.changed = Condition()
         self.state = RunState("absent", None)
         self.target: Announcement | None = None
         self.broken: DcsError | None = None
@@ -81,8 +82,9 @@ class Intake:
         self._puller = puller
         self._thread.start()
 
-    def take(self, after: int, timeout: float) -> Slot | None:
-        """Give out the newest version above `after` that may be, or None when the time is over.
+    def take(self, after: int, timeout: float, given: list[Slot]) -> Slot | None:
+        """Give out the newest version above `after` that may be, or None when the time is over. It is in
+        `given` before anything else: whoever is interrupted has to settle it.
 
         Raises what `Subscriber.next` does.
         """
@@ -102,6 +104,7 @@ class Intake:
                     raise obstacle
                 return None
             self.raise_if_unusable()
+            given.append(slot)
             slot.state = SlotState.HELD
             if slot.target.version >= self._taken:
                 self._taken, self._taken_roots = slot.target.version, slot.target.roots

@@ -41,6 +41,7 @@ from dcs.control.messages import (
     Store,
 )
 from dcs.errors import Closed, CoordinatorLost, DcsError, InvalidArgument, StaleVersion, Timeout, from_refusal
+from dcs.interruptible import Condition
 from dcs.layout import Layout
 from dcs.manifest import CHUNK_BYTES
 from dcs.memory.arena import Arena, check
@@ -150,8 +151,8 @@ class Publisher:
         self._timeout = timeout
         self._fingerprint = layout.fingerprint
         self._publishing = threading.Lock()
-        self._lock = threading.Lock()
-        self._completed = threading.Condition(self._lock)
+        self._lock = threading.RLock()
+        self._completed = Condition(self._lock)
         self._tickets: list[Ticket] = []
         self._live: set[int] = set()
         self._ranks: tuple[int, ...] = ()  # the newest version that each was last known to have published
@@ -160,6 +161,7 @@ class Publisher:
         self.epoch: int = 0
         self._newest = (-1, b"")  # complete: number, and this rank's root of it
         self._published = -1
+        self._unsure: Copy | None = None  # offered, and it is not known whether the coordinator has heard
         self._shelf = Shelf(layout)
         name = f"rank-{rank}"
         self._server = ChunkServer(
@@ -227,7 +229,8 @@ class Publisher:
         Raises `LayoutMismatch`, `StaleVersion` (not newer than the run's newest, except that a restarted
         publisher may offer that one again with the same bits), `CoordinatorLost`, `Evicted`, `Closed`,
         `Timeout` (another rank is behind), `NoMemory`. After an error nothing of it is served, and the
-        version may be published again.
+        version may be published again. Only after `CoordinatorLost`, or an exception that came from outside
+        (KeyboardInterrupt), the coordinator may have heard of it already: publish the same again.
         """
         self._raise_if_forked()
         check(tensors, self.layout, cast=True)
@@ -236,36 +239,72 @@ class Publisher:
             self._await_coordinator()
             self._raise_if_unusable()
             self._require_newer(version)
-            began = time.monotonic()
-            arena = self._reserve()
-            reserved = time.monotonic()
-            try:
-                root, chunks = self._freeze(arena, tensors, version)
-                newest, known = self._newest
-                if version == newest and manifests.is_content(known) and known not in (b"", root):
-                    raise StaleVersion(
-                        f"version {version} of run {self.run!r} exists with other weights; publish"
-                        f" {version + 1} or later"
-                    )
-            except BaseException:
-                self._shelf.release(arena)
-                raise
+            copy = self._left_over(version, tensors)
+            self._shelf.reclaim()
+            began = reserved = time.monotonic()
+            if copy is None:
+                arena = self._reserve()
+                reserved = time.monotonic()
+                copy = self._frozen(arena, tensors, version)
             frozen = time.monotonic()
-            ticket = Ticket(version, arena.nbytes, reserved - began, frozen - reserved)
-            copy = whole(arena, version, root, self._chunk_bytes, chunks)
-            self._shelf.put(copy)
-            with self._lock:
-                self._tickets.append(ticket)
-            try:
-                self._announce(copy, frozen - reserved)
-            except BaseException:
-                with self._lock:
-                    self._tickets.remove(ticket)
-                self._shelf.withdraw(copy)
-                raise
-            with self._lock:
-                self._published = version
+            ticket = Ticket(version, copy.arena.nbytes, reserved - began, frozen - reserved)
+            self._offer(copy, ticket, frozen - reserved)
             return ticket
+
+    def _frozen(self, arena: Arena, tensors: Mapping[str, torch.Tensor], version: int) -> Copy:
+        """The tensors, copied into this arena, which is given back if that fails."""
+        try:
+            root, chunks = self._freeze(arena, tensors, version)
+            newest, known = self._newest
+            if version == newest and manifests.is_content(known) and known not in (b"", root):
+                raise self._other_weights(version)
+            return whole(arena, version, root, self._chunk_bytes, chunks)
+        except BaseException:
+            self._shelf.release(arena)
+            raise
+
+    def _offer(self, copy: Copy, ticket: Ticket, freeze_seconds: float) -> None:
+        try:
+            self._unsure = copy
+            if copy not in self._shelf.held:
+                self._shelf.put(copy)
+            with self._lock:
+                self._tickets = [other for other in self._tickets if other.version != copy.version]
+                self._tickets.append(ticket)
+            self._announce(copy, freeze_seconds)
+        except BaseException as error:
+            with self._lock:
+                self._tickets = [other for other in self._tickets if other is not ticket]
+            if isinstance(error, DcsError) and not isinstance(error, CoordinatorLost | Rejoining):
+                self._shelf.withdraw(copy)
+                self._unsure = None
+            raise
+        with self._lock:
+            self._published, self._unsure = copy.version, None
+
+    def _left_over(self, version: int, tensors: Mapping[str, torch.Tensor]) -> Copy | None:
+        """What a publish of this version has left that ended before its answer came, when it is the same.
+
+        Others may have it already, so it cannot become another one; if nobody was told, it goes.
+        """
+        unsure = self._unsure
+        if unsure is None:
+            return None
+        told = self._newest[0] >= unsure.version
+        if unsure.version == version and unsure in self._shelf.held:
+            if unsure.arena.holds(tensors):
+                return unsure
+            if told:
+                raise self._other_weights(version)
+        if not told:
+            self._shelf.withdraw(unsure)
+        self._unsure = None
+        return None
+
+    def _other_weights(self, version: int) -> StaleVersion:
+        return StaleVersion(
+            f"version {version} of run {self.run!r} exists with other weights; publish {version + 1} or later"
+        )
 
     def close(self) -> None:
         """Leave the run and stop serving; versions not yet pulled are gone. May be called twice."""
@@ -396,7 +435,7 @@ class Publisher:
         for ticket in tickets:
             ticket.expect_again(2 * message.lease_seconds)
         for copy in again:  # the lease had lapsed, or the coordinator is a new one
-            if copy.version >= message.version:
+            if copy.version >= message.version and (copy is not self._unsure or self._publishing.locked()):
                 self._link.offer(message.epoch, copy.version, copy.mark, copy.arena.nbytes)
 
     def _complete(self, message: Complete) -> None:

@@ -7,6 +7,7 @@ moment, where a process that runs out of them does so for good.
 
 import errno
 import os
+import resource
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,7 +19,8 @@ from dcs.errors import NoMemory
 OF_A_SOCKET = 24
 """More than a context with one socket, its thread's poll and its monitor take; 15 were counted."""
 
-_SCARCE = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)
+SCARCE = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+SCARCE_SECONDS = 0.1  # before a connection is accepted again when there was no descriptor for it
 _WAY = "free some, or raise their limit (ulimit -n)"
 
 
@@ -38,13 +40,19 @@ def require_descriptors(count: int, what: str) -> None:
             os.close(descriptor)
 
 
+def raise_descriptor_limit() -> None:
+    """Let this process have as many descriptors as it may: a command that serves needs one for each peer."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
 @contextmanager
 def opening(what: str) -> Iterator[None]:
     """What is opened here may be refused for want of descriptors or memory: that is `NoMemory`."""
     try:
         yield
     except (OSError, zmq.ZMQError) as error:
-        if error.errno not in _SCARCE:
+        if error.errno not in SCARCE:
             raise
         raise NoMemory(f"{what} cannot be opened: {os.strerror(error.errno)}; {_WAY}") from error
 

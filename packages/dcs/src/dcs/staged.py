@@ -35,7 +35,7 @@ class Health:
     error: DcsError | None
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Staged:
     """One whole, verified version in a staging slot.
 
@@ -60,6 +60,12 @@ class Staged:
     from_peers: int
     _settle: Callable[["Staged", Literal["acked", "released"], float], None] = field(repr=False)
     outcome: Literal["acked", "released"] | None = None
+
+    def __repr__(self) -> str:
+        where = f"{len(self.tensors)} tensors, {self.nbytes} bytes, by {self.wire}"
+        return (
+            f"<Staged version {self.version} of epoch {self.epoch}: {where}, {self.outcome or 'given out'}>"
+        )
 
     def ack(self, pause_seconds: float = 0.0) -> None:
         """Say that this version is committed here; the slot may now be overwritten. May be called twice.

@@ -232,21 +232,28 @@ class Subscriber:
             raise DcsError(
                 f"the versions of subscriber {self.name!r} are taken by follow(); make another one"
             )
-        slot = self._intake.take(after, timeout)
-        if slot is None:
-            return None
-        target = slot.target
-        return Staged(
-            target.version,
-            target.epoch,
-            dict(slot.copy.arena.tensors if slot.mirror is None else slot.mirror.tensors),
-            slot.copy.arena.nbytes,
-            slot.transfer_seconds,
-            slot.wire,
-            slot.from_ranks,
-            slot.from_peers,
-            lambda staged, outcome, pause: self._settle(staged, slot, outcome, pause),
-        )
+        given: list[Slot] = []
+        try:
+            if self._intake.take(after, timeout, given) is None:
+                return None
+            slot = given[0]
+            target = slot.target
+            return Staged(
+                target.version,
+                target.epoch,
+                dict(slot.copy.arena.tensors if slot.mirror is None else slot.mirror.tensors),
+                slot.copy.arena.nbytes,
+                slot.transfer_seconds,
+                slot.wire,
+                slot.from_ranks,
+                slot.from_peers,
+                lambda staged, outcome, pause: self._settle(staged, slot, outcome, pause),
+            )
+        except BaseException:  # interrupted: nobody looks at it
+            with self._intake.changed:
+                for lost in given:
+                    self._intake.settle(lost, "released")
+            raise
 
     def fetch(self, version: int | None = None, timeout: float = 30.0) -> dict[str, torch.Tensor]:
         """A copy of one version's tensors, acknowledged: the newest, or `version` once it is there.
@@ -385,6 +392,7 @@ class Subscriber:
     def _settle(
         self, staged: Staged, slot: Slot, outcome: Literal["acked", "released"], pause: float
     ) -> None:
+        self._raise_if_forked()
         with self._intake.changed:
             before = staged.outcome
             if before is not None:

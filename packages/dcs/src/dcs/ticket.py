@@ -1,6 +1,5 @@
 """What `publish` returns: who has taken the version, and how long everything took."""
 
-import threading
 import time
 from collections.abc import Sequence
 
@@ -9,6 +8,7 @@ import msgspec
 from dcs.arguments import require_timeout
 from dcs.control.messages import Roster
 from dcs.errors import Closed, DcsError, Timeout
+from dcs.interruptible import Condition
 
 
 class Taken(msgspec.Struct, frozen=True):
@@ -77,7 +77,7 @@ class Ticket:
     def __init__(self, version: int, nbytes: int, wait_seconds: float, freeze_seconds: float) -> None:
         self.version = version
         self._base = (version, nbytes, wait_seconds, freeze_seconds)
-        self._changed = threading.Condition()
+        self._changed = Condition()
         self._began = time.monotonic()
         self._announce_seconds = 0.0
         self._announced = False

@@ -5,9 +5,11 @@ import random
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import dcs
 import pytest
+import torch
 import zmq
 from dcs.control.messages import Heartbeat, decode_from_member
 
@@ -191,6 +193,53 @@ def test_a_coordinator_killed_before_or_after_a_commit_is_back_at_its_address(
             assert member.takes(2)[0] == digest(2)
             member.say("ack")
         assert int(sender.ask("sent")[0]) > before
+
+
+@pytest.mark.parametrize("kills", [3, pytest.param(5, marks=pytest.mark.slow)])  # five a minute are mended
+def test_each_version_comes_once_to_all_of_a_group_however_its_coordinator_dies(kills):
+    """It is killed a moment after the announcement: before the ranks of an engine have the version, when only
+    one has, when it has told them to commit it, or before it has heard of that.
+    """
+    weights = {"w": torch.zeros(200_000)}
+    layout, seen = dcs.layout.of(weights), {"g0": [], "g1": [], "alone": []}
+    ended = threading.Event()
+
+    def serve(subscriber: dcs.Subscriber) -> None:
+        taken = seen[subscriber.name]
+        while not ended.is_set():
+            staged = subscriber.next(after=taken[-1] if taken else -1, timeout=0.2)
+            if staged is not None:
+                weights = staged.tensors["w"]
+                assert float(weights.min()) == float(weights.max()) == staged.version
+                taken.append(staged.version)
+                staged.ack()
+
+    with dcs.serve(lease_seconds=LEASE_SECONDS) as running:
+        grouped = {"group": "g", "group_size": 2, "wires": ["tcp"]}
+        with (
+            dcs.Subscriber(running.address, "r", name="g0", layout=layout, **grouped) as first,
+            dcs.Subscriber(running.address, "r", name="g1", layout=layout, **grouped) as second,
+            dcs.Subscriber(running.address, "r", name="alone", layout=layout) as third,
+            dcs.Publisher(running.address, "r", layout=layout, timeout=30.0) as publisher,
+            ThreadPoolExecutor(3) as pool,
+        ):
+            serving = [pool.submit(serve, each) for each in (first, second, third)]
+            try:
+                for kill in range(kills):
+                    for version in (2 * kill, 2 * kill + 1):
+                        doomed = version % 2 == 1
+                        ticket = publisher.publish(version, {"w": torch.full((200_000,), float(version))})
+                        if doomed:
+                            ended.wait(0.004 * kill)
+                            os.kill(running.pid, signal.SIGKILL)
+                        stats = ticket.wait(30)
+                        assert not stats.gone
+            finally:
+                ended.set()
+            for each in serving:
+                each.result(20)
+        assert running.restarts == kills
+    assert list(seen.values()) == 3 * [list(range(2 * kills))]
 
 
 def test_a_coordinator_killed_in_a_transfer_does_not_end_it(engine, trainer, digest, payload, eventually):

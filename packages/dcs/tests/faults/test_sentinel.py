@@ -44,6 +44,13 @@ def watch(subscriber: dcs.Subscriber, last: int, seen: list[int], wires: set[str
         staged.ack()
 
 
+@pytest.fixture
+def coordinator():
+    """Nobody is lost here: on a machine that is busy with other things nobody is to seem so either."""
+    with dcs.Coordinator(lease_seconds=20.0) as running:
+        yield running
+
+
 @pytest.mark.parametrize("updates", UPDATES)
 @pytest.mark.parametrize("wire", list(WIRES))
 def test_no_version_is_torn_and_none_goes_back(publish_to, subscribe, stack, wire, updates):

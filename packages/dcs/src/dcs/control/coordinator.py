@@ -26,6 +26,7 @@ from dcs.errors import DcsError, ProtocolError, ProtocolMismatch
 from dcs.scarcity import OF_A_SOCKET, opening, require_descriptors, start
 
 LEASE_SECONDS = 5.0
+_HANDSHAKE_MILLISECONDS = 5000  # for one that connects to say who it is; else it costs a descriptor
 _BATCH = 256  # messages between two rounds of pushes
 _BACKLOG = 1024  # members that connect at once, as after a restart
 
@@ -95,6 +96,7 @@ class Coordinator:
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         self._socket.setsockopt(zmq.BACKLOG, _BACKLOG)
+        self._socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MILLISECONDS)
         self._socket.setsockopt(zmq.IPV6, int(":" in host))
         if curve is not None:
             curve.guard(self._socket)

@@ -11,7 +11,6 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -54,6 +53,7 @@ from dcs.errors import (
     ProtocolMismatch,
     from_refusal,
 )
+from dcs.interruptible import Condition
 from dcs.layout import Layout
 from dcs.scarcity import OF_A_SOCKET, opening, require_descriptors, start
 
@@ -79,8 +79,8 @@ class _Request:
     """One that is not answered yet. It may be sent more than once; a coordinator does not mind."""
 
     frames: list[bytes]
-    future: "Future[Reply]"
     sent_at: float
+    answer: Reply | DcsError | None = None
 
 
 def _may_fit_again(message: Fenced | Refused) -> bool:
@@ -115,7 +115,8 @@ class Link:
         self._receive = receive
         self._changed = changed
         self._requests = itertools.count(1)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
+        self._answered = Condition(self._lock)
         self._waiting: dict[int, _Request] = {}
         self._outbox: deque[list[bytes]] = deque()  # encoded, so that what cannot be fails its caller
         self._join: Join | None = None
@@ -284,20 +285,22 @@ class Link:
     # What the callers' threads use.
 
     def _ask(self, request: int, message: FromMember, timeout: float) -> Reply:
-        frames, future = encode(message), Future[Reply]()
+        asked = _Request(encode(message), time.monotonic())
         with self._lock:
             if self._closing:
                 raise Closed("this member was closed")
-            self._waiting[request] = _Request(frames, future, time.monotonic())
-            self._outbox.append(frames)
-            os.eventfd_write(self._wake, 1)
-        try:
-            return future.result(timeout)
-        except TimeoutError:
-            raise self._unanswered(timeout) from None
-        finally:
-            with self._lock:
+            try:
+                self._waiting[request] = asked
+                self._outbox.append(asked.frames)
+                os.eventfd_write(self._wake, 1)
+                self._answered.wait_for(lambda: asked.answer is not None, timeout)
+            finally:
                 self._waiting.pop(request, None)
+        if asked.answer is None:
+            raise self._unanswered(timeout)
+        if isinstance(asked.answer, DcsError):
+            raise asked.answer
+        return asked.answer
 
     def _unanswered(self, timeout: float) -> CoordinatorLost:
         return CoordinatorLost(
@@ -509,7 +512,7 @@ class Link:
                     self._over = error
                     self._is_member.set()
         if waiting is not None:
-            waiting.future.set_exception(error)
+            self._settle(waiting, error)
         elif over:
             if self._last_member:
                 self._receive(
@@ -524,11 +527,16 @@ class Link:
         with self._lock:
             waiting = self._waiting.pop(request, None)
         if waiting is not None:
-            waiting.future.set_result(reply)
+            self._settle(waiting, reply)
 
     def _fail_waiting(self, error: DcsError) -> None:
         with self._lock:
             waiting = list(self._waiting.values())
             self._waiting.clear()
         for request in waiting:
-            request.future.set_exception(error)
+            self._settle(request, error)
+
+    def _settle(self, request: _Request, answer: Reply | DcsError) -> None:
+        with self._lock:
+            request.answer = answer
+            self._answered.notify_all()

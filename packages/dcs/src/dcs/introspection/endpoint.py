@@ -19,7 +19,7 @@ from dcs.control.address import require_token
 from dcs.control.views import Topology
 from dcs.errors import DcsError, InvalidArgument, NoMemory
 from dcs.introspection.answers import Answer, Answers
-from dcs.scarcity import opening, start
+from dcs.scarcity import SCARCE, SCARCE_SECONDS, opening, start
 
 _MOST_CONNECTIONS = 32
 _IDLE_SECONDS = 5.0  # without a single byte read or taken by the peer
@@ -189,8 +189,13 @@ class _HttpServer(ThreadingMixIn, HTTPServer):
         self._connections: set[Any] = set()
         self._patience: dict[Any, float] = {}  # until when, for those not hung up on yet; the oldest first
         self._closing = False
-        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._wake = -1
         super().__init__((host, port), _Handler)  # it closes itself when it cannot bind
+        try:
+            self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        except OSError:
+            self.server_close()
+            raise
 
     def server_bind(self) -> None:
         TCPServer.server_bind(self)  # the one of HTTPServer asks a name server for our name
@@ -205,6 +210,15 @@ class _HttpServer(ThreadingMixIn, HTTPServer):
             found = poller.poll(self._hang_up_on_the_late())
             if any(descriptor == self.fileno() for descriptor, _ in found):
                 self.handle_request()
+
+    def get_request(self) -> tuple[Any, Any]:
+        """Accept one; without a descriptor for it, not again at once: it is still there."""
+        try:
+            return super().get_request()
+        except OSError as error:
+            if error.errno in SCARCE:
+                select.select([self._wake], [], [], SCARCE_SECONDS)
+            raise
 
     def stop(self) -> None:
         """Ends `serve`, from any thread."""
@@ -257,4 +271,5 @@ class _HttpServer(ThreadingMixIn, HTTPServer):
             for connection in self._connections:
                 self._hang_up(connection)
         super().server_close()
-        os.close(self._wake)
+        if self._wake >= 0:
+            os.close(self._wake)

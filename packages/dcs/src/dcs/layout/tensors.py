@@ -113,6 +113,9 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
         if self.offsets()[1] > MAX_BYTES:
             raise ValueError(f"a Layout of {self.offsets()[1]} bytes, more than the 2**48 that dcs carries")
 
+    def __repr__(self) -> str:
+        return f"<Layout of {len(self.tensors)} tensors, {self.offsets()[1]} bytes: {self.fingerprint}>"
+
     @functools.cached_property
     def fingerprint(self) -> str:
         """Equal for equal layouts: xxh3-128 over names, shapes, dtypes and pieces, in hexadecimal."""

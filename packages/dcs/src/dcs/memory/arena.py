@@ -140,11 +140,24 @@ class Arena:
         with torch.no_grad():
             streaming.copy((view, local(tensors[name])) for name, view in self.tensors.items())
 
+    def holds(self, tensors: Mapping[str, torch.Tensor]) -> bool:
+        """Whether `tensors`, cast as `fill` would, are what is here, bit for bit."""
+        with torch.no_grad():
+            return all(
+                torch.equal(_bits(local(tensors[name]).to("cpu", view.dtype)), _bits(view))
+                for name, view in self.tensors.items()
+            )
+
     def close(self) -> None:
         """Close the descriptor. The memory goes when the last view of it goes, here and elsewhere."""
         descriptor, self.descriptor = self.descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Its bytes, which are equal where two NaNs are not."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 class _Hashes:

@@ -5,7 +5,6 @@ when nobody reads it: `Shelf.reserve` supersedes the oldest copy, whose readers 
 arena that another process may still have mapped is never written again; it is let go instead.
 """
 
-import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ import numpy as np
 
 from dcs.delta import Changed
 from dcs.errors import DcsError, NoMemory
+from dcs.interruptible import Condition
 from dcs.layout import Layout
 from dcs.manifest import Manifest, chunk_count, hash_chunk
 from dcs.memory.arena import Arena
@@ -121,7 +121,7 @@ class Shelf:
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
-        self.changed = threading.Condition()
+        self.changed = Condition()
         self.held: list[Copy] = []
         self._free: deque[Arena] = deque()
         self._limbo: list[Copy] = []  # superseded, and still mapped by readers that will let go of them
@@ -164,15 +164,15 @@ class Shelf:
         with self.changed:
             if oldest is None or oldest not in self.held:
                 return self._another()
-            oldest.closing = True
-            self._wait_for(lambda: not oldest.readers, grace)
             instead = None
-            if not self._comes_back(oldest):
-                try:
+            try:
+                oldest.closing = True
+                self._wait_for(lambda: not oldest.readers, grace)
+                if not self._comes_back(oldest):
                     instead = self._another()
-                except BaseException:
-                    oldest.closing = False
-                    raise
+            except BaseException:
+                oldest.closing = False
+                raise
             oldest.retired = True
             self._end_sending(oldest)
             self._drop(oldest)
@@ -205,6 +205,15 @@ class Shelf:
         with self.changed:
             self._keep(arena)
             self.notify()
+
+    def reclaim(self) -> None:
+        """Take back what was reserved and neither put nor released: whoever had it was interrupted. For who
+        alone reserves here.
+        """
+        with self.changed:
+            used = {*self._free, *(copy.arena for copy in (*self.held, *self._limbo))}
+            for arena in self._arenas - used:
+                self._keep(arena)
 
     def open(self, reader: Reader, version: int, mark: bytes, seconds: float) -> Copy:
         """The copy of a version, for reading; it stays until `close`.

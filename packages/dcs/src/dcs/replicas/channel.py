@@ -16,6 +16,7 @@ import msgspec
 import xxhash
 
 from dcs.errors import ProtocolError, ProtocolMismatch
+from dcs.replicas.errors import KeeperFull
 from dcs.replicas.messages import CHUNK_BYTES, MAX_MESSAGE_BYTES, PROTOCOL, Answer, Ranges, Request, Shard
 from dcs.wire import streams
 from dcs.wire.tls import handshake
@@ -65,6 +66,7 @@ class Channel:
         self._sock = sock
         self._peer = peer
         self.local = sock.family == socket.AF_UNIX
+        self._cut_short = False  # this process had no descriptor left for one that was passed
         self._passed: list[int] = []  # descriptors that came with a request, not taken yet
         if self.local:  # a TCP socket is left to the kernel, which grows its buffers with the distance
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER_BYTES)
@@ -130,7 +132,8 @@ class Channel:
         """As much of a header as comes at once, and the descriptors that come with it."""
         if not self.local:
             return bytes(streams.receive(self._sock, 1))
-        data, descriptors, _, _ = socket.recv_fds(self._sock, _FRAME.size, 4, socket.MSG_CMSG_CLOEXEC)
+        data, descriptors, flags, _ = socket.recv_fds(self._sock, _FRAME.size, 4, socket.MSG_CMSG_CLOEXEC)
+        self._cut_short |= bool(flags & socket.MSG_CTRUNC)
         self._passed += descriptors
         if not data:
             raise ConnectionResetError("the peer closed the connection")
@@ -166,8 +169,15 @@ class Channel:
     def descriptor(self) -> int:
         """The descriptor that came with the last request; the caller closes it.
 
-        Raises `ProtocolError` when there is none, or another one.
+        Raises `ProtocolError` when there is none, or another one, and `KeeperFull` when this process could
+        not take it.
         """
+        cut_short, self._cut_short = self._cut_short, False
+        if cut_short and not self._passed:
+            raise KeeperFull(
+                "the keeper's process has no descriptor left for memory that it is handed; raise its limit"
+                " (ulimit -n)"
+            )
         if len(self._passed) != 1:
             raise ProtocolError(f"{self._peer} passed {len(self._passed)} descriptors, expected one")
         return self._passed.pop()

@@ -15,6 +15,7 @@ from dcs.control.address import TOKEN_VARIABLE, require_token_of_command
 from dcs.errors import DcsError
 from dcs.replicas.keeper import Keeper
 from dcs.replicas.process import Failed, Ready
+from dcs.scarcity import raise_descriptor_limit
 from dcs.wire.tls import Tls
 
 if TYPE_CHECKING:
@@ -112,6 +113,7 @@ def _serve(options: argparse.Namespace) -> int:
     token = os.environ.get(TOKEN_VARIABLE)
     if not options.report:  # else a program started it, and is told what it has to give
         require_token_of_command(options.host, token, "the keeper")
+    raise_descriptor_limit()
     if options.idle_seconds is not None:
         require_seconds(options.idle_seconds, "idle_seconds", forever=True)
     reader, writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)

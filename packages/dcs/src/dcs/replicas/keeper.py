@@ -1,6 +1,5 @@
 """The keeper: a listener, and a thread for every connection, over the `Holdings` of this process."""
 
-import errno
 import hmac
 import os
 import secrets
@@ -40,15 +39,13 @@ from dcs.replicas.messages import (
     Watch,
     Welcome,
 )
-from dcs.scarcity import opening, start
+from dcs.scarcity import SCARCE, SCARCE_SECONDS, opening, start
 from dcs.wire.machine import machine_id
 from dcs.wire.tls import Tls, server_context, wrap
 
 MAX_CONNECTIONS = 4096
 HELLO_SECONDS = 5.0
 STALL_SECONDS = 30.0  # without a byte from a rank that is sending or receiving
-EXHAUSTED_SECONDS = 0.1  # between two tries to accept where there is no descriptor left
-_EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 ROUNDS = 4  # how often a damaged chunk is asked for
 
 
@@ -219,9 +216,9 @@ class Keeper:
             except OSError as error:
                 if self._closing.is_set():
                     return
-                if error.errno not in _EXHAUSTED:
+                if error.errno not in SCARCE:
                     raise
-                self._closing.wait(EXHAUSTED_SECONDS)  # until somebody hangs up
+                self._closing.wait(SCARCE_SECONDS)  # until somebody hangs up
                 continue
             with self._lock:
                 if self._closed or len(self._connections) >= MAX_CONNECTIONS:

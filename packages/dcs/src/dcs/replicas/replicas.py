@@ -83,6 +83,8 @@ class Replicas:
         copies = require_whole(copies, "copies", 1)
         keep = require_whole(keep, "keep", 1)
         require_secret(token, f"the replicas of {name!r}")
+        if token == "":
+            raise InvalidArgument("token is empty; give the keepers' secret, or None")
         require_kind(tls, Tls, "tls", "dcs.Tls(certificate, key, authority)")
         require_seconds(block_seconds, "block_seconds", zero=True)
         require_seconds(connect_seconds, "connect_seconds")
@@ -245,6 +247,7 @@ class Replicas:
 
     def newest(self) -> int | None:
         """The newest complete step that the keepers in reach hold, of whatever session."""
+        self._raise_if_forked()
         newest = self._now().newest_complete()
         return None if newest is None else newest.place.step
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from dcs.errors import Closed, DcsError, Evicted, Timeout
+from dcs.interruptible import Condition
 from dcs.replicas.arenas import Arena
 from dcs.replicas.express import Express, Posted, is_small
 from dcs.replicas.link import Link
@@ -51,9 +52,9 @@ class Shipping:
 
     def __init__(self, copies: int, arenas: int, view: View, local: Callable[[], Link | None]) -> None:
         lock = threading.RLock()
-        self.changed = threading.Condition(lock)  # for callers: a step that settles, memory that is free
-        self._queued = [threading.Condition(lock) for _ in range(copies)]
-        self._reclaimable = threading.Condition(lock)
+        self.changed = Condition(lock)  # for callers: a step that settles, memory that is free
+        self._queued = [Condition(lock) for _ in range(copies)]
+        self._reclaimable = Condition(lock)
         self.evicted: DcsError | None = None
         self.closed = False
         self.degraded = 0  # steps with fewer copies than asked for

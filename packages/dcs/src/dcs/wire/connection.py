@@ -9,7 +9,7 @@ import numpy as np
 
 from dcs import manifest as manifests
 from dcs.control.messages import Endpoint, Source
-from dcs.errors import ProtocolError, from_refusal
+from dcs.errors import NoMemory, ProtocolError, from_refusal
 from dcs.manifest import Manifest
 from dcs.memory.shelf import Superseded
 from dcs.wire import frames, streams, tls
@@ -124,7 +124,14 @@ class Connection:
         """
         self.ask(frames.MAP, version, mark)
         while True:
-            header, descriptors, _, _ = socket.recv_fds(self._sock, frames.REPLY.size, 1)
+            header, descriptors, flags, _ = socket.recv_fds(
+                self._sock, frames.REPLY.size, 1, socket.MSG_CMSG_CLOEXEC
+            )
+            if flags & socket.MSG_CTRUNC:
+                raise NoMemory(
+                    f"no descriptor left to map the memory of {self.source.name!r}; free some, or raise their"
+                    " limit (ulimit -n)"
+                )
             if len(header) < frames.REPLY.size:
                 raise ConnectionResetError("the source closed the connection")
             status, fresh, _, _, number, lowest = frames.REPLY.unpack(header)

@@ -1,6 +1,5 @@
 """A source's end: listeners, and one thread a connection that answers requests for chunks of what is held."""
 
-import errno
 import hmac
 import os
 import socket
@@ -12,7 +11,7 @@ import time
 from dcs.control.messages import Endpoint
 from dcs.errors import DcsError, NoMemory, ProtocolError, ProtocolMismatch, Unauthorized
 from dcs.memory.shelf import Copy, NotYet, Shelf, Superseded
-from dcs.scarcity import opening, start
+from dcs.scarcity import SCARCE, SCARCE_SECONDS, opening, start
 from dcs.wire import frames, streams, tls
 from dcs.wire.chunks import Selected, Selection, read_rows
 from dcs.wire.machine import machine_id
@@ -21,8 +20,6 @@ from dcs.wire.tls import Tls
 MAX_CONNECTIONS = 1024
 MAX_SELECTIONS = 32  # of one connection
 _SEND_SECONDS = 30.0  # without a single byte taken by the reader
-_SCARCE = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
-_SCARCE_SECONDS = 0.1  # before a connection is accepted again when there was no descriptor or memory for it
 _PEER_CREDENTIALS = struct.Struct("3i")
 
 
@@ -167,9 +164,9 @@ class ChunkServer:
             except OSError as error:
                 if self._closed:
                     return
-                if error.errno not in _SCARCE:
+                if error.errno not in SCARCE:
                     raise
-                self._closing.wait(_SCARCE_SECONDS)  # others may close some
+                self._closing.wait(SCARCE_SECONDS)  # others may close some
                 continue
             with self._lock:
                 self._reap()
