@@ -105,18 +105,6 @@ def test_an_adapter_learns_and_only_its_matrices_travel(local: Callable[..., Any
     assert all(name.endswith("proj.weight") for name in changed)
 
 
-def test_megatron_on_two_tensor_ranks_rewards_as_torch_native(
-    command: Callable[..., Any], local: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shim = ROOT / "packages" / "relax-core" / "tests" / "train" / "megatron" / "shim"
-    monkeypatch.setenv("PYTHONPATH", str(shim))
-    words = ("train", "configs/quickstart.yaml", *SMALL, "steps=3", "launcher=local", "log.progress=plain")
-    started = command(*words, "actor.backend=megatron", "actor.tensor_parallel=2")
-    run = started.finish(timeout=500)
-    assert run.code == 0, run.output
-    close(run.metrics, local("quickstart", *SMALL, "steps=3", name="native").metrics)
-
-
 def test_megatron_on_two_tensor_ranks_names_pictures_as_torch_native(
     command: Callable[..., Any],
     local: Callable[..., Any],
