@@ -3,6 +3,7 @@ compute them, also across an update, with their routes, and refused by name wher
 """
 
 import dataclasses
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from agentic import Generation, GenerationRequest
 from relax.backends.inference.errors import InvalidRequest
 from relax.backends.models import build_model
 from relax.backends.routes import check, routing_of
+from relax.backends.tiny import write_tiny
 from relax.backends.train.conformance import pack
 from relax.backends.train.settings import TrainerSettings
 from relax.backends.train.torch_native import TorchNative
@@ -194,3 +196,30 @@ async def test_items_that_do_not_fit_are_refused_by_name(
                 await collect(engine, [bad])
             answers = await collect(engine, [good])
         assert oracle.worst(good, answers[good.id]) <= TOLERANCE
+
+
+async def test_a_mixture_that_sees_tells_its_routes_too(start, collect, tmp_path, vision_oracle, watch):
+    folder = write_tiny(tmp_path / "mixture", "qwen3_vl", max_position_embeddings=256)
+    config = json.loads((folder / "config.json").read_text())
+    config["architectures"] = ["Qwen3VLMoeForConditionalGeneration"]
+    config["model_type"] = config["vision_config"]["model_type"] = "qwen3_vl_moe"
+    config["text_config"] |= {
+        "model_type": "qwen3_vl_moe_text",
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [0],
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    oracle = type(vision_oracle)(folder)
+    routing = routing_of(oracle.model.config.to_dict())
+    assert routing is not None
+    assert routing.layers[0] == 1
+    ask = type(watch)(folder)
+    requests = [ask(f"r{n}", parts, seed=n) for n, parts in enumerate([(), ("video",), ("image", "video")])]
+    async with start(oracle, capture_routes=True) as engine:
+        answers = await collect(engine, requests)
+    for request in requests:
+        assert oracle.worst(request, answers[request.id]) <= TOLERANCE, request.id
+        check(answers[request.id].routes, routing, len(request.tokens) + len(answers[request.id].tokens))
