@@ -52,7 +52,13 @@ def test_a_loop_does_not_wait_for_what_was_left() -> None:
     go.set()  # it ends with nobody to tell
 
 
-@pytest.mark.parametrize("told", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "told",
+    [
+        signal.SIGHUP,
+        *(pytest.param(other, marks=pytest.mark.slow) for other in (signal.SIGINT, signal.SIGTERM)),
+    ],
+)
 def test_a_start_that_is_interrupted_ends_the_command(told: signal.Signals, tmp_path: Path) -> None:
     (tmp_path / "slow_engine.py").write_text(SLOW)
     data = tmp_path / "prompts.jsonl"

@@ -212,7 +212,7 @@ def prepare(config: RunConfig, folder: RunFolder, *, resume: bool, replay: Path 
 
 
 def train(config: RunConfig, folder: RunFolder, context: RunContext, title: str) -> Outcome:
-    """Run to the last step, or to a tidy end on SIGINT or SIGTERM.
+    """Run to the last step, or to a tidy end on SIGINT, SIGTERM or SIGHUP.
 
     Raises:
         RoleFailed: a role ended with a fault; everything has been ended.
@@ -285,16 +285,25 @@ def _accounts(bus: Endpoint, queue: QueueWatch, run: _Run, segment: int) -> Acco
 
 @contextlib.contextmanager
 def _terminated_as_interrupted() -> Iterator[None]:
-    """SIGTERM raises KeyboardInterrupt, as SIGINT does, so that what was started is ended."""
+    """SIGTERM, and SIGHUP unless it is ignored (nohup), raise KeyboardInterrupt, as SIGINT does, so that what
+    was started is ended.
+    """
 
     def interrupt(number: int, frame: object) -> None:
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, interrupt)
+    before = {number: signal.signal(number, interrupt) for number in _ending()}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _ending() -> list[signal.Signals]:
+    """Signals beside SIGINT that end a run: a terminal that is closed sends SIGHUP."""
+    ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return [signal.SIGTERM] if ignored else [signal.SIGTERM, signal.SIGHUP]
 
 
 @contextlib.contextmanager
@@ -409,9 +418,9 @@ def _consequence(error: str) -> bool:
 
 @contextlib.asynccontextmanager
 async def _signals(run: _Run) -> AsyncIterator["asyncio.Future[None]"]:
-    """A future that the first SIGINT or SIGTERM completes; the second one interrupts at once."""
+    """A future that the first SIGINT, SIGTERM or SIGHUP completes; the second one interrupts at once."""
     loop = asyncio.get_running_loop()
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, *_ending())}
     stop: asyncio.Future[None] = loop.create_future()
     main = asyncio.current_task()
 
@@ -421,14 +430,14 @@ async def _signals(run: _Run) -> AsyncIterator["asyncio.Future[None]"]:
         elif main is not None:
             main.cancel()
 
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in before:
         loop.add_signal_handler(number, asked)
     try:
         yield stop
     finally:
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number, handler in before.items():
             loop.remove_signal_handler(number)
-            signal.signal(number, before[number])
+            signal.signal(number, handler)
         if not stop.done():
             stop.cancel()
 
