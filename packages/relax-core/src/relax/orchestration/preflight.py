@@ -120,8 +120,8 @@ def _check_columns(config: RunConfig, processor: "OmniProcessor") -> None:
         if kind not in family.placeholder_ids:
             verb = "hear" if kind == "audio" else "see"
             raise ConfigError(
-                f"data.{kind}_column = {column!r} with {model} ({family.name}), which does not {verb} {kind}s: "
-                f"it takes {taken}; leave the column out, or take a model that does"
+                f"data.{kind}_column = {column!r} with {model} ({family.name}), which does not {verb} "
+                f"{kind}s: it takes {taken}; leave the column out, or take a model that does"
             )
     if config.data.audio_in_video and not family.hears_videos:
         raise ConfigError(
