@@ -347,12 +347,6 @@ WRONG = {
         ["mode=colocate", "max_staleness=1"],
         "max_staleness = 1 with mode = colocate",
     ),
-    "a thinker that is to hear": (
-        "qwen3-30B-A3B-omni-16xgpu",
-        "nodes: [{name: n, count: 2, cpus: 160, gpus: 8, gpu_memory: 141GB, memory: 2TiB}]",
-        ["model.text_only=false"],
-        "it shows pictures to a qwen3_vl and plays sound to none",
-    ),
     "a split that the model's heads do not allow": (
         "qwen3-30B-A3B-16xgpu",
         "nodes: [{name: n, count: 2, cpus: 160, gpus: 8, gpu_memory: 141GB, memory: 2TiB}]",
@@ -420,6 +414,16 @@ def test_what_does_not_fit_is_refused_by_name(wrong, doctor, tmp_path):
     assert found.exit_code == 2, found.output
     assert message in plain(found.output)
     assert "resolves" not in found.output
+
+
+def test_a_thinker_that_is_to_hear_is_placed_as_one_that_reads(doctor, tmp_path):
+    described = tmp_path / "cluster.yaml"
+    described.write_text("nodes: [{name: n, count: 2, cpus: 160, gpus: 8, gpu_memory: 141GB, memory: 2TiB}]")
+    config = str(ROOT / "configs/qwen3-30B-A3B-omni-16xgpu.yaml")
+    words = ("model.text_only=false", "data.audio_column=audios", "data.video_column=videos")
+    found = doctor(config, *words, "--cluster", str(described))
+    assert found.exit_code == 0, found.output
+    assert "16 of 16 GPUs" in plain(found.output)
 
 
 @pytest.mark.slow
