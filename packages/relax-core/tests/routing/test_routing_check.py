@@ -34,6 +34,16 @@ def test_a_mixture_of_experts_is_taken_with_every_engine_that_can_tell(config, t
         assert replayed_routing(config(ON, f"rollout.engine={engine}"), folder) == Routing(8, 2, (0, 1))
 
 
+def test_a_thinker_and_the_omni_it_belongs_to_are_taken_too(config, tmp_path):
+    folder = write_tiny(tmp_path, "qwen3_omni")
+    thinker = json.loads((folder / "config.json").read_text())
+    for content in (thinker, {"model_type": "qwen3_omni_moe", "thinker_config": thinker}):
+        (folder / "config.json").write_text(json.dumps(content))
+        for engine in ("transformers", "sglang"):
+            found = replayed_routing(config(ON, f"rollout.engine={engine}"), folder)
+            assert found == Routing(8, 2, (0, 1))
+
+
 def test_a_dense_model_is_refused_by_name(config, tmp_path):
     with pytest.raises(ConfigError, match=r"with model.path = 'tiny': a qwen3 is dense"):
         replayed_routing(config(ON), write_tiny(tmp_path))
@@ -44,9 +54,9 @@ def test_routers_that_cannot_be_read_or_led_are_refused_by_name(config, tmp_path
     content = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**content, "model_type": "mixtral"}))
 
-    with pytest.raises(ConfigError, match=r"rollout.engine = transformers: .* qwen3_moe, not of mixtral"):
+    with pytest.raises(ConfigError, match=r"rollout.engine = transformers: .* qwen3_moe.*, not of mixtral"):
         replayed_routing(config(ON), folder)
-    with pytest.raises(ConfigError, match=r"actor.backend = torch_native: .* qwen3_moe, not of mixtral"):
+    with pytest.raises(ConfigError, match=r"actor.backend = torch_native: .* qwen3_moe.*, not of mixtral"):
         replayed_routing(config(ON, "rollout.engine=sglang"), folder)
 
 

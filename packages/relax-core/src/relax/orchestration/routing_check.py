@@ -5,11 +5,16 @@ from pathlib import Path
 from typing import Any
 
 from relax.backends.inference.registry import ENGINES, engine_class
+from relax.backends.models import WHOLE_OMNI
 from relax.backends.routes import Routing, routing_of
+from relax.backends.train.omni import MODEL_TYPE as OMNI
 from relax.config import ConfigError, RunConfig
 
-_CAPTURED_HERE = ("qwen3_moe",)
-"""Model types whose routers the embedded engine and torch_native can read and lead."""
+_OMNI = (OMNI, *sorted(WHOLE_OMNI))
+_LED = ("qwen3_moe", *_OMNI)
+"""Model types whose routers torch_native can lead."""
+_READ = ("qwen3_moe", "qwen3_vl_moe", *_OMNI)
+"""Model types whose routers the embedded engine can read."""
 
 
 def replayed_routing(config: RunConfig, folder: Path) -> Routing | None:
@@ -34,20 +39,20 @@ def replayed_routing(config: RunConfig, folder: Path) -> Routing | None:
             f"token is routed; leave actor.routing_replay out, or take a mixture of experts (tiny_moe is one)"
         )
     _check_engine(config.rollout.engine, kind)
-    if config.actor.backend == "torch_native" and kind not in _CAPTURED_HERE:
+    if config.actor.backend == "torch_native" and kind not in _LED:
         raise ConfigError(
             f"actor.routing_replay = true with actor.backend = torch_native: it leads the routers of "
-            f"{', '.join(_CAPTURED_HERE)}, not of {kind}; take actor.backend=megatron, or leave "
+            f"{', '.join(_LED)}, not of {kind}; take actor.backend=megatron, or leave "
             f"actor.routing_replay out"
         )
     return routing
 
 
 def _check_engine(engine: str, kind: Any) -> None:
-    if engine == "transformers" and kind not in _CAPTURED_HERE:
+    if engine == "transformers" and kind not in _READ:
         raise ConfigError(
             f"actor.routing_replay = true with rollout.engine = transformers: it reads the routers of "
-            f"{', '.join(_CAPTURED_HERE)}, not of {kind}; take rollout.engine=sglang, or leave "
+            f"{', '.join(_READ)}, not of {kind}; take rollout.engine=sglang, or leave "
             f"actor.routing_replay out"
         )
     if engine in ENGINES.entries:
