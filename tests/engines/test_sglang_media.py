@@ -3,16 +3,21 @@ a plain forward and the embedded engine compute it, before, across and after an 
 """
 
 import dataclasses
+import json
 import os
 import runpy
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import av
 import msgspec
 import numpy as np
 import pytest
+import soundfile
 import torch
 from agentic import GenerationRequest
 from relax.backends.inference.base import EngineSpec
@@ -211,3 +216,65 @@ async def test_what_is_seen_and_heard_is_answered_as_trainer_and_embedded_engine
         answer = (await collect(engine, [good]))[good.id]
         assert oracle.worst(good, answer) <= TOLERANCE
         assert (await engine.health()).alive
+
+
+def shown(folder: Path) -> Path:
+    """Rows with sounds, a video with its sound, and text."""
+    for number in range(3):
+        time = np.arange(4000 * (number + 1)) / 16000
+        wave = np.sin(2 * np.pi * 300 * (number + 1) * time)
+        soundfile.write(folder / f"{number}.wav", wave.astype(np.float32), 16000)
+    with av.open(str(folder / "film.mkv"), "w") as file:
+        stream: Any = file.add_stream("ffv1", rate=8)
+        stream.height, stream.width, stream.pix_fmt = 32, 64, "bgr0"
+        track: Any = file.add_stream("pcm_s16le", rate=16000)
+        track.layout = "mono"
+        for level in range(0, 128, 16):
+            frame = av.VideoFrame.from_ndarray(np.full((32, 64, 3), level, np.uint8), format="rgb24")
+            file.mux(stream.encode(frame))
+        file.mux(stream.encode(None))
+        tone = (9000 * np.sin(np.arange(16000) / 8)).astype(np.int16)
+        heard = av.AudioFrame.from_ndarray(tone[None], format="s16", layout="mono")
+        heard.sample_rate = 16000
+        file.mux(track.encode(heard))
+        file.mux(track.encode(None))
+    rows = [
+        {"prompt": "<audio>or<audio>?", "audios": ["0.wav", "2.wav"], "videos": []},
+        {"prompt": "<video>then<audio>", "audios": ["1.wav"], "videos": ["film.mkv"]},
+        {"prompt": "nothing", "audios": [], "videos": []},
+        {"prompt": "<video>?", "audios": [], "videos": ["film.mkv"]},
+    ]
+    places = ("audios", "videos")
+    whole = [row | {name: [str(folder / one) for one in row[name]] for name in places} for row in rows]
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps({**row, "answer": "77"}) + "\n" for row in whole))
+    return path
+
+
+@pytest.mark.timeout(1500)
+def test_a_run_shows_and_plays_its_data_to_sglang_and_replays_the_routes(
+    sglang_settings: Callable[..., dict[str, Any]],
+    vision_on_cpus: dict[str, str],
+    moe_on_cpus: Path,
+    tmp_path: Path,
+) -> None:
+    path = os.pathsep.join([vision_on_cpus["PYTHONPATH"], str(moe_on_cpus)])
+    settings = sglang_settings(env=vision_on_cpus | {"PYTHONPATH": path})
+    words = [
+        *("model=tiny_omni", "steps=3", "max_staleness=0", "launcher=local", "log.progress=plain"),
+        *("rollout.engine=sglang", "rollout.replicas=1", f"rollout.sglang={json.dumps(settings)}"),
+        *("rollout.prompts_per_step=4", "rollout.samples_per_prompt=2", "actor.micro_batch_size=4"),
+        *("rollout.max_new_tokens=8", "actor.routing_replay=true", "data.answer_column=answer"),
+        *(f"data.path={shown(tmp_path)}", "data.audio_column=audios", "data.video_column=videos"),
+        *("data.audio_in_video=true", f"run.root={tmp_path}", "run.name=run"),
+    ]
+    relax = str(Path(sys.executable).with_name("relax"))
+    root = Path(__file__).parents[2]
+    command = [relax, "train", "configs/quickstart.yaml", *words]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=1400)
+    assert done.returncode == 0, done.stdout + done.stderr
+    metrics = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert len(metrics) == 3
+    assert max(step["loss/ratio_gap_max"] for step in metrics) <= TOLERANCE
+    (accounts,) = map(json.loads, (tmp_path / "run" / "accounting.jsonl").read_text().splitlines())
+    assert not accounts.get("faults")
