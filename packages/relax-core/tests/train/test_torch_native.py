@@ -333,3 +333,13 @@ def test_published_weights_keep_their_memory_over_steps_and_loads(trainer, rows)
     assert len({tensor.data_ptr() for _, tensor in trainer.tensors()}) == len(before), (
         "tied weights come once"
     )
+
+
+def test_a_state_that_does_not_fit_is_named_with_its_folder(trainer, vision_folder, tmp_path):
+    TorchNative(vision_folder, settings=trainer.settings).save(tmp_path / "other")
+    with pytest.raises(StateMismatchError, match=r"state folder .*other does not fit: state has weights"):
+        trainer.load(tmp_path / "other")
+    (tmp_path / "ranks").mkdir()
+    (tmp_path / "ranks" / "relax.json").write_text("{}")
+    with pytest.raises(StateMismatchError, match=r"ranks holds a checkpoint of actor\.backend=megatron"):
+        trainer.load(tmp_path / "ranks")

@@ -77,13 +77,13 @@ def followed(batch: Packed, sources: Tensor | None, routing: Routing | None) -> 
     """The routes of a micro-batch in the layout that its tokens are computed in; None if it has none.
 
     Args:
-        batch: that `padding.check` passed.
+        batch: that `Admission.admit` gave.
         sources: int64 [places], which token of the batch stands at each place of the layout; padding may name
             any last token of a row. None: the tokens stand as in the batch.
         routing: of the model, from `routing_led`.
 
     Raises:
-        BatchError: routes of another model, or for a model that cannot follow any.
+        BatchError: the model cannot follow any.
     """
     routes = batch.routes
     if routes is None:
@@ -92,12 +92,6 @@ def followed(batch: Packed, sources: Tensor | None, routing: Routing | None) -> 
         raise BatchError(
             "the batch has routes to replay, but this model has no routers that torch_native can lead (it "
             "can those of qwen3_moe and of Omni's thinker); set actor.routing_replay=false"
-        )
-    if routes.shape[1:] != (len(routing.layers), routing.top_k) or int(routes.max()) >= routing.experts:
-        raise BatchError(
-            f"routes are {list(routes.shape)} with experts up to {int(routes.max())}; this model has "
-            f"{len(routing.layers)} routing layers, top_k {routing.top_k} and experts 0 to "
-            f"{routing.experts - 1}: were they captured from another model?"
         )
     missing = routes[..., 0] == UNROUTED
     # What stands on the last token of a row changes no logprob: it has no route, and needs none.

@@ -22,7 +22,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save_file
 
 from relax.backends.train.base import StateTree
-from relax.backends.train.errors import StateCorruptError, StateFileError, StateMissingError
+from relax.backends.train.errors import (
+    StateCorruptError,
+    StateFileError,
+    StateMismatchError,
+    StateMissingError,
+)
+from relax.backends.train.megatron.files import PROGRESS
 
 SCHEMA = 1
 _TENSORS, _DATA, _MANIFEST = "tensors.safetensors", "data.json", "manifest.json"
@@ -63,6 +69,15 @@ def written(folder: Path) -> Iterator[None]:
         ) from error
 
 
+@contextlib.contextmanager
+def read_from(folder: Path) -> Iterator[None]:
+    """For a block that loads a state folder: a state that does not fit is named with its folder."""
+    try:
+        yield
+    except StateMismatchError as error:
+        raise StateMismatchError(f"state folder {folder} does not fit: {error}") from error
+
+
 def _write(folder: Path, state: StateTree, data: str) -> None:
     folder.parent.mkdir(parents=True, exist_ok=True)
     prefix = f".{folder.name}.partial-"
@@ -88,11 +103,17 @@ def read_state(folder: str | Path) -> StateTree:
 
     Raises:
         StateMissingError: there is no such folder.
+        StateMismatchError: ranks of megatron wrote it.
         StateCorruptError: a file is missing, changed or cut short, or the schema is another one.
     """
     folder = Path(folder)
     if not folder.is_dir():
         raise StateMissingError(f"there is no state folder {folder}")
+    if (folder / PROGRESS).is_file():
+        raise StateMismatchError(
+            f"state folder {folder} holds a checkpoint of actor.backend=megatron; go on with that, or export "
+            "it and start from the export"
+        )
     manifest = _json(folder / _MANIFEST)
     schema = manifest.get("schema") if isinstance(manifest, dict) else None
     if schema != SCHEMA:

@@ -17,6 +17,7 @@ from relax.backends.models import torch_dtype
 from relax.backends.train.base import LossFn, Packed, StepStats
 from relax.backends.train.errors import StateMismatchError
 from relax.backends.train.ranks import Coordinates, RankSpec
+from relax.backends.train.state_files import read_from
 from relax.backends.train.sums import add
 from relax.backends.train.torch_native.hf_files import write_together
 from relax.backends.train.torch_native.masters import local
@@ -118,6 +119,10 @@ class NativeRank:
 
     def load(self, folder: Path) -> None:
         """Go on from what any number of ranks wrote; bit for bit where there were as many."""
+        with read_from(folder):
+            self._load(folder)
+
+    def _load(self, folder: Path) -> None:
         if not is_sharded(folder):
             self._trainer.load_whole(folder)
             return

@@ -28,7 +28,7 @@ from relax.backends.train.export import export_model
 from relax.backends.train.freeze import freeze, require_parts
 from relax.backends.train.padding import marked, required
 from relax.backends.train.settings import TrainerSettings, learning_rate
-from relax.backends.train.state_files import read_trainer_state, write_state
+from relax.backends.train.state_files import read_from, read_trainer_state, write_state
 from relax.backends.train.torch_native.adapters import Adapters, own_name
 from relax.backends.train.torch_native.checkpointing import recompute_layers
 from relax.backends.train.torch_native.masters import FloatCopies, Masters, OwnParameters
@@ -406,7 +406,8 @@ class TorchNative:
         """Go on from what `save` wrote, here or on many ranks."""
         from relax.backends.train.torch_native.shard_files import is_sharded, read_whole
 
-        self.load_state(read_whole(folder) if is_sharded(folder) else read_trainer_state(folder))
+        with read_from(folder):
+            self.load_state(read_whole(folder) if is_sharded(folder) else read_trainer_state(folder))
 
     def export(self, folder: Path) -> None:
         """Write a Hugging Face folder that transformers loads with the same logits; see `export_model`.
