@@ -29,3 +29,30 @@ def test_the_documents_that_the_readme_names_are_in_the_repository():
     assert named
     if documents.is_dir():  # not so where the package is tested alone
         assert [name for name in named if not (documents / name).is_file()] == []
+
+
+def test_the_readme_names_every_option_of_the_command_and_no_other():
+    text = (Path(__file__).parent.parent / "README.md").read_text()
+    said = re.findall(r"`dcs serve ([^`]+)`", text)[0]
+    done = subprocess.run(
+        [sys.executable, "-m", "dcs.cli", "serve", "--help"], capture_output=True, text=True, timeout=60
+    )
+    assert set(re.findall(r"--[a-z-]+", said)) == set(re.findall(r"--[a-z-]+", done.stdout)) - {"--help"}
+
+
+def test_examples_in_docstrings_run():
+    """There are few: what is worth one has a page, which is run as well."""
+    import doctest
+    import importlib
+    import pkgutil
+
+    import dcs
+
+    tried = 0
+    for module in pkgutil.walk_packages(dcs.__path__, "dcs."):
+        if module.name.rpartition(".")[2].startswith("_") or module.name.endswith("vllm_worker"):
+            continue
+        found = doctest.testmod(importlib.import_module(module.name))
+        tried += 1
+        assert found.failed == 0, module.name
+    assert tried > 80

@@ -1,4 +1,4 @@
-"""A trainer that comes back with another layout: who does not fit says so, and goes on with the next that fits."""
+"""A trainer comes back with another layout: who does not fit says so, and goes on with the next that fits."""
 
 import threading
 import time

@@ -214,7 +214,7 @@ def test_each_version_comes_once_to_all_of_a_group_however_its_coordinator_dies(
                 taken.append(staged.version)
                 staged.ack()
 
-    with dcs.serve(lease_seconds=LEASE_SECONDS) as running:
+    with dcs.serve(lease_seconds=20.0) as running:  # longer than it is away: `wait` says that else
         grouped = {"group": "g", "group_size": 2, "wires": ["tcp"]}
         with (
             dcs.Subscriber(running.address, "r", name="g0", layout=layout, **grouped) as first,

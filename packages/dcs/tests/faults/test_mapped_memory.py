@@ -22,8 +22,23 @@ def publisher(coordinator, stack, model):
     )
 
 
+@pytest.fixture(autouse=True)
+def _before() -> None:
+    """What other tests have left to the garbage collector is not counted."""
+    _others.clear()
+    _others.update(lent())
+
+
+_others: set[int] = set()
+
+
 def arenas() -> int:
-    """How many arenas this process has open, its own and mapped ones."""
+    """How many arenas this test has open in this process, its own and mapped ones."""
+    return len(lent() - _others)
+
+
+def lent() -> set[int]:
+    """The arenas that this process has open, its own and mapped ones."""
     gc.collect()
     found = set()
     for number in os.listdir("/proc/self/fd"):
@@ -32,7 +47,7 @@ def arenas() -> int:
                 found.add(os.stat(f"/proc/self/fd/{number}").st_ino)
         except FileNotFoundError:
             continue  # the descriptor of the listing
-    return len(found)
+    return found
 
 
 def test_what_a_stopped_process_has_mapped_is_not_written_until_it_lets_go(

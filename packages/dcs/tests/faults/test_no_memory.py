@@ -82,6 +82,23 @@ def test_an_address_space_without_room_is_no_memory():
     Arena(layout).close()
 
 
+def test_a_subscriber_whose_address_space_is_full_says_so_and_goes_on_when_it_has_room(
+    coordinator, engine, trainer, digest, eventually
+):
+    receiver, sender = engine(coordinator.address, "e"), trainer(coordinator.address)
+    sender.ask("publish", 0)
+    assert receiver.takes(0)[0] == digest(0)
+    with open(f"/proc/{receiver.pid}/statm") as statm:
+        used = int(statm.read().split()[0]) * resource.getpagesize()
+    _, hard = resource.prlimit(receiver.pid, resource.RLIMIT_AS)
+    resource.prlimit(receiver.pid, resource.RLIMIT_AS, (used, hard))
+    sender.ask("publish", 1)
+    eventually(lambda: receiver.ask("health")[3] == "NoMemory")
+    resource.prlimit(receiver.pid, resource.RLIMIT_AS, (hard, hard))
+    sender.ask("publish", 2)
+    assert receiver.takes(2)[0] == digest(2)
+
+
 def test_a_publish_without_descriptors_is_no_memory_and_the_next_one_goes_through(publish_to, subscribe):
     publisher = publish_to(TENSORS, **TCP)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

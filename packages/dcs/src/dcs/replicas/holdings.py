@@ -118,7 +118,8 @@ class Holdings:
             run = self._run(name)
             attempt = run.attempts.get(session)
             if attempt is None:
-                # Milliseconds: also a keeper that has lost its memory gives out greater numbers than before.
+                # Milliseconds: also a keeper that has lost its memory gives out greater numbers than before,
+                # unless the clock was set back meanwhile, and no other keeper is in reach that knows better.
                 number = number or max(run.newest() + 1, time.time_ns() // 1_000_000)
                 run.attempts[session] = _Attempt(session, number, world_size)
                 self._prune(run)

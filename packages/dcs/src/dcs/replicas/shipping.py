@@ -15,6 +15,7 @@ from typing import Protocol
 from dcs.errors import Closed, DcsError, Evicted, Timeout
 from dcs.interruptible import Condition
 from dcs.replicas.arenas import Arena
+from dcs.replicas.errors import KeeperFull
 from dcs.replicas.express import Express, Posted, is_small
 from dcs.replicas.link import Link
 from dcs.replicas.messages import CHUNK_BYTES, MAX_DROPS, Drop, Floor, Hand, Held, Place
@@ -340,6 +341,8 @@ class Shipping:
                 with self.changed:
                     journey.busy.remove(link)
                     journey.failed[link.address] = error
+                    if hand and isinstance(error, KeeperFull):
+                        journey.handed = None  # it did not take the memory, so that is ours
                     if isinstance(error, Evicted):
                         self.evicted = error
                 link = None
