@@ -117,7 +117,7 @@ class ServerProcess:
         with self.log.open("rb") as content:
             size = content.seek(0, os.SEEK_END)
             content.seek(max(self._began, size - TAIL_BYTES))
-            text = content.read().decode(errors="replace")
+            text = content.read(TAIL_BYTES).decode(errors="replace")  # it may grow meanwhile
         lines = [line[:400] for line in text.splitlines() if line.strip()]
         before, last = lines[:-TAIL_LINES], lines[-TAIL_LINES:]
         faults = [line for line in before if FAULT.search(line)][:FAULT_LINES]
