@@ -68,6 +68,13 @@ def test_who_does_not_shake_hands_with_the_coordinator_is_hung_up_on(monkeypatch
             assert len(heard) <= 64  # its half of the greeting, and then the end
 
 
+def test_a_closed_keeper_has_let_go_of_what_ranks_have_lent_it(no_leak):
+    with replicas.Keeper() as keeper, replicas.Replicas([keeper.address], "n", copies=1) as kept:
+        for step in range(3):
+            kept.save(step, TENSORS).wait(10)
+        kept.restore(10)
+
+
 def test_a_keeper_without_descriptors_says_so_and_takes_the_next_step():
     with replicas.serve_keeper() as keeper, replicas.Replicas([keeper.address], "n", copies=1) as kept:
         kept.save(0, TENSORS).wait(10)

@@ -108,6 +108,13 @@ class Holdings:
             for watcher in self._watchers:
                 watcher.news.notify()
 
+    def let_go(self) -> None:
+        """Give back the memory of all shards, also what ranks have lent. Nobody may be connected any more."""
+        with self._lock:
+            for attempt in [attempt for run in self._runs.values() for attempt in run.attempts.values()]:
+                for kept in list(attempt.kept.values()):
+                    self._doom(attempt, kept)
+
     # -- attempts --
 
     def open(self, name: str, session: str, number: int, world_size: int) -> None:

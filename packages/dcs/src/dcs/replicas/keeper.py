@@ -168,6 +168,7 @@ class Keeper:
             connection.channel.cut()
         for connection in connections:
             connection.thread.join()
+        self.holdings.let_go()
 
     @property
     def idle_seconds(self) -> float:
