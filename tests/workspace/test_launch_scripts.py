@@ -416,11 +416,11 @@ def test_what_does_not_fit_is_refused_by_name(wrong, doctor, tmp_path):
     assert "resolves" not in found.output
 
 
-def test_a_thinker_that_is_to_hear_is_placed_as_one_that_reads(doctor, tmp_path):
+def test_a_thinker_that_only_reads_is_placed_as_one_that_hears(doctor, tmp_path):
     described = tmp_path / "cluster.yaml"
     described.write_text("nodes: [{name: n, count: 2, cpus: 160, gpus: 8, gpu_memory: 141GB, memory: 2TiB}]")
     config = str(ROOT / "configs/qwen3-30B-A3B-omni-16xgpu.yaml")
-    words = ("model.text_only=false", "data.audio_column=audios", "data.video_column=videos")
+    words = ("model.text_only=true", "data.audio_column=null", "data.video_column=null")
     found = doctor(config, *words, "--cluster", str(described))
     assert found.exit_code == 0, found.output
     assert "16 of 16 GPUs" in plain(found.output)
