@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 MAX_PARTS = 256  # of one `sendmsg`, or one `recvmsg_into`
 
-_LOCAL_SEND_BYTES = 512 << 10  # on their way within a machine; the kernel doubles it for its own needs
+_LOCAL_SEND_BYTES = 384 << 10  # on their way within a machine; the kernel doubles it for its own needs
 _TIMEVAL = struct.Struct("@ll")
 _RECORD_BYTES = 16 << 10  # the most that one TLS record carries
 
