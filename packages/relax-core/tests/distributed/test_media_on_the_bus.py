@@ -1,4 +1,4 @@
-"""What samples show comes back from the bus as it was: every kind, in its order, for groups and for rows alone."""
+"""What samples show comes back from the bus as it was: every kind, in its order, for groups and rows alone."""
 
 from collections.abc import Callable
 from dataclasses import replace
