@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from relax.backends.models import ModelFolderError, build_model, load_config, named_weights
+from relax.backends.model_files import ModelFolderError
+from relax.backends.models import build_model, load_config, named_weights
 from relax.backends.tiny import ALPHABET, SPECIALS, write_tiny
 from safetensors.torch import save_file
 from transformers import AutoImageProcessor, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer

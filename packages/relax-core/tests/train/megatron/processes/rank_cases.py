@@ -18,6 +18,9 @@ from relax.backends.train.ranks import RankBackend, RankSpec
 from relax.backends.train.registry import rank_backend
 from relax.backends.train.settings import TrainerSettings
 from relax.config.roles import ActorSettings
+from relax.config.system import WeightSettings
+from relax.distributed.bus import Endpoint
+from relax.distributed.weights import WeightPublisher
 from safetensors.torch import load_file, save_file
 from torch import distributed
 
@@ -193,6 +196,25 @@ def save_and_export(folder: str, actor: dict[str, Any], out: str, vocabulary: in
         rank.save(Path(out) / "checkpoint")
         rank.export(Path(out) / "exported")
         return {}
+
+
+def publish(folder: str, actor: dict[str, Any], out: str, vocabulary: int, endpoint: list[str]) -> None:
+    """A step, an export of its weights, and a version of them that is taken before this returns."""
+    with rank_of(folder, actor) as rank:
+        rank.forward_backward(mine(rank, batches_for(folder, 20, vocabulary)), loss)
+        rank.optim_step(1 / 40)
+        rank.export(Path(out))
+        at, tensors = rank.coordinates, dict(rank.tensors())
+        publisher = WeightPublisher(
+            Endpoint(*endpoint), "run", tensors, WeightSettings(), rank=at.rank, world_size=at.world_size,
+            session="one", layout=rank.layout(),
+        )  # fmt: skip
+        try:
+            publisher.freeze(0, tensors)
+            publisher.settle()
+            distributed.barrier()
+        finally:
+            publisher.close()
 
 
 def _go_on(rank: MegatronRank, vocabulary: int) -> dict[str, Any]:
