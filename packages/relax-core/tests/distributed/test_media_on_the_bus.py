@@ -1,4 +1,4 @@
-"""What samples show comes back from the bus as it was: every kind, in order, for groups and for single rows."""
+"""What samples show comes back from the bus as it was: every kind, in order, for groups and single rows."""
 
 from collections.abc import Callable
 from dataclasses import replace
