@@ -16,6 +16,8 @@ from relax.config import ConfigError
 from relax.distributed.bus import Bus, Sample
 
 Local = Callable[..., Any]
+SHIM = Path(__file__).parents[2] / "packages/relax-core/tests/train/megatron/shim"
+"""Lets megatron-core compute on CPUs."""
 SMALL = (
     "rollout.prompts_per_step=4",
     "rollout.samples_per_prompt=2",
@@ -140,6 +142,26 @@ def test_a_model_that_sees_is_shown_videos_and_a_replay_repeats_the_run(
     assert run.metrics[0]["loss/ratio_gap_max"] <= 1e-4
     again = local("quickstart", *words, name="again", replay=run)
     assert again.untimed == run.untimed
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_megatron_hears_and_sees_what_the_data_holds_and_follows_its_routes(
+    command: Callable[..., Any], data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(SHIM))
+    ranks = (
+        *("actor.backend=megatron", "actor.tensor_parallel=2", "actor.megatron.sequence_parallel=true"),
+        "actor.routing_replay=true",
+    )
+    still = ("actor.supervised.steps=0", "actor.freeze=[vision, audio]", "ray.start_seconds=300")
+    words = shown(data, "model=tiny_omni", *ranks, *still)
+    run = command("train", "configs/quickstart.yaml", *words, "launcher=local", "log.progress=plain").finish(
+        timeout=500
+    )
+    assert run.code == 0, run.output
+    assert len(run.metrics) == 2
+    assert run.metrics[0]["loss/ratio_gap_max"] <= 1e-4
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import msgspec
 
 from relax.config.system import WeightSettings
 from relax.distributed.bus import Endpoint
+from relax.distributed.wire_names import as_published
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -88,7 +89,7 @@ class WeightPublisher:
         """`rank`, `world_size`, `session` as of `dcs.Publisher`, for a trainer of many ranks; `layout` of its
         tensors where they are parts of others. With a `dtype`, floating tensors travel in that.
         """
-        layout = dcs.layout.of(tensors) if layout is None else layout
+        layout = as_published(dcs.layout.of(tensors) if layout is None else layout)
         self._publisher = dcs.Publisher(
             endpoint.address,
             run=run,
@@ -219,12 +220,12 @@ def own_address(coordinator: str) -> str:
 def subscribe(
     endpoint: Endpoint, run: str, name: str, layout: "dcs.Layout", settings: WeightSettings
 ) -> dcs.Subscriber:
-    """One engine's connection to the versions of a run."""
+    """One engine's connection to the versions of a run. `layout`: of the tensors that it holds."""
     return dcs.Subscriber(
         endpoint.address,
         run=run,
         name=name,
-        layout=layout,
+        layout=as_published(layout),
         token=endpoint.token,
         wires=settings.wires,
         streams=settings.streams,
