@@ -22,6 +22,7 @@ AGREEMENT = 1e-4
 
 SHIM = ROOT / "packages" / "relax-core" / "tests" / "train" / "megatron" / "shim"
 MEGATRON = ["actor.backend=megatron", "actor.tensor_parallel=2"]
+MIXED = [*MEGATRON, "actor.megatron.sequence_parallel=true"]
 
 
 def trained(config: str, root: Path, *words: str, env: dict[str, str] | None = None) -> list[dict[str, Any]]:
@@ -77,6 +78,20 @@ def test_a_model_that_sees_is_shown_its_pictures_by_sglang(
     metrics = trained("digits", tmp_path, *words)
     assert len(metrics) == 4
     assert late(metrics) > 0.2  # 0.30 with the embedded engine after supervised steps; 0.1 by chance
+    assert max(step["loss/ratio_gap_max"] for step in metrics) < AGREEMENT
+    left_well(tmp_path)
+
+
+@pytest.mark.parametrize("trainer", [[], MIXED], ids=["torch_native", "megatron-tp2"])
+def test_a_mixture_of_experts_takes_its_versions_from_any_trainer_and_its_routes_are_followed(
+    trainer: list[str], sglang_settings: Callable[..., dict[str, Any]], moe_on_cpus: Path, tmp_path: Path
+) -> None:
+    settings = sglang_settings(env={"PYTHONPATH": str(moe_on_cpus)})
+    small = ["steps=4", "rollout.prompts_per_step=4", "rollout.samples_per_prompt=4", "ray.start_seconds=300"]
+    words = ["rollout.engine=sglang", f"rollout.sglang={json.dumps(settings)}", *small, *trainer]
+    around = {"PYTHONPATH": str(SHIM)} if trainer else {}
+    metrics = trained("moe", tmp_path, *words, env=around)
+    assert len(metrics) == 4
     assert max(step["loss/ratio_gap_max"] for step in metrics) < AGREEMENT
     left_well(tmp_path)
 
