@@ -156,3 +156,19 @@ def command(tmp_path: Path) -> Iterator[Callable[..., Command]]:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+
+
+@pytest.fixture
+def put(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Every sample (`relax.distributed.bus.Sample`) that the rollout of a `local` run puts on the bus."""
+    from relax.distributed.bus import Bus
+
+    samples: list[Any] = []
+    original = Bus.put_group
+
+    async def recording(self: Bus, group: list[Any], *where: Any) -> Any:
+        samples.extend(group)
+        return await original(self, group, *where)
+
+    monkeypatch.setattr(Bus, "put_group", recording)
+    return samples

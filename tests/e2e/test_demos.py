@@ -5,24 +5,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from relax.distributed.bus import Bus, Sample
+from relax.distributed.bus import Sample
 
 Local = Callable[..., Any]
 SMALL = ("rollout.prompts_per_step=4", "rollout.samples_per_prompt=4", "actor.micro_batch_size=16", "steps=3")
-
-
-@pytest.fixture
-def put(monkeypatch: pytest.MonkeyPatch) -> list[Sample]:
-    """Every sample that rollout puts on the bus."""
-    samples: list[Sample] = []
-    original = Bus.put_group
-
-    async def recording(self: Bus, group: list[Sample], *where: Any) -> Any:
-        samples.extend(group)
-        return await original(self, group, *where)
-
-    monkeypatch.setattr(Bus, "put_group", recording)
-    return samples
 
 
 def test_pictures_flow_from_the_data_to_the_trainer(local: Local, put: list[Sample]) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import soundfile
 from relax.config import ConfigError
-from relax.distributed.bus import Bus, Sample
+from relax.distributed.bus import Sample
 
 Local = Callable[..., Any]
 SHIM = Path(__file__).parents[2] / "packages/relax-core/tests/train/megatron/shim"
@@ -81,19 +81,6 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = folder / "rows.jsonl"
     path.write_text("".join(json.dumps({**row, "answer": "77"}) + "\n" for row in rows))
     return path
-
-
-@pytest.fixture
-def put(monkeypatch: pytest.MonkeyPatch) -> list[Sample]:
-    samples: list[Sample] = []
-    original = Bus.put_group
-
-    async def recording(self: Bus, group: list[Sample], *where: Any) -> Any:
-        samples.extend(group)
-        return await original(self, group, *where)
-
-    monkeypatch.setattr(Bus, "put_group", recording)
-    return samples
 
 
 def shown(data: Path, *more: str) -> tuple[str, ...]:
