@@ -1,6 +1,8 @@
 """Pictures through a real server: a tiny Qwen3-VL answers as trainer and embedded engine compute it."""
 
 import dataclasses
+import json
+import os
 import runpy
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -17,12 +19,13 @@ from relax.backends.inference.base import EngineSpec
 from relax.backends.inference.errors import EngineError, InvalidRequest
 from relax.backends.inference.sglang.engine import SglangEngine
 from relax.backends.inference.transformers_engine import TransformersEngine
-from relax.backends.models import build_model
+from relax.backends.models import build_model, named_weights
 from relax.backends.tiny import write_tiny
 from relax.backends.train.conformance import pack
 from relax.backends.train.settings import TrainerSettings
 from relax.backends.train.torch_native import TorchNative
 from relax.config.roles import RolloutSettings
+from safetensors.torch import save_file
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -124,6 +127,56 @@ def trainers(
     found = trainer.forward(batch)
     ends = np.cumsum([len(answers[request.id].tokens) for request in requests])
     return [part.numpy() for part in torch.tensor_split(found, ends[:-1].tolist())]
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The oracle of a mixture, in a folder as published ones are: its experts together, input by output."""
+    folder = write_tiny(tmp_path_factory.mktemp("mixed"), "qwen3_vl", max_position_embeddings=256)
+    config = json.loads((folder / "config.json").read_text())
+    config["architectures"] = ["Qwen3VLMoeForConditionalGeneration"]
+    config["model_type"] = config["vision_config"]["model_type"] = "qwen3_vl_moe"
+    sizes = {
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+        "decoder_sparse_step": 1,
+    }
+    config["text_config"] |= {"model_type": "qwen3_vl_moe_text", "norm_topk_prob": True, **sizes}
+    (folder / "config.json").write_text(json.dumps(config))
+    stored = {
+        name: tensor.transpose(1, 2).contiguous() if ".experts." in name else tensor
+        for name, tensor in named_weights(build_model(folder))
+    }
+    save_file(stored, folder / "model.safetensors", {"format": "pt"})
+    return runpy.run_path(str(SUITE / "conftest.py"))["Oracle"](folder)
+
+
+@pytest.mark.parametrize("weights", ["distributed", "disk"])
+async def test_a_published_mixture_that_sees_takes_versions_the_way_round_that_its_folder_has(
+    weights: str,
+    mixed: Any,
+    ask: Callable[..., GenerationRequest],
+    sglang_settings: Callable[..., dict[str, Any]],
+    vision_on_cpus: dict[str, str],
+    moe_on_cpus: Path,
+    tmp_path: Path,
+) -> None:
+    path = os.pathsep.join([vision_on_cpus["PYTHONPATH"], str(moe_on_cpus)])
+    made = sglang_settings(env=vision_on_cpus | {"PYTHONPATH": path}, weights=weights)
+    settings = RolloutSettings(engine="sglang", sglang=made)  # pyright: ignore[reportArgumentType]
+    spec = EngineSpec("engine-0", mixed.folder, run_folder=tmp_path, settings=settings, max_running=16)
+    engine = await SglangEngine.create(spec)
+    try:
+        assert engine.weights().keys() == mixed.weights(0).keys()
+        for version in range(2):
+            await put(engine, mixed, version)
+            requests = [ask(f"v{version}-{n}", sizes, n) for n, sizes in enumerate(SIZES)]
+            answers = await collect(engine, requests)
+            for request in requests:
+                assert mixed.worst(request, answers[request.id]) <= TOLERANCE
+    finally:
+        await engine.close()
 
 
 async def test_answers_about_pictures_are_those_of_trainer_and_embedded_engine_over_updates(

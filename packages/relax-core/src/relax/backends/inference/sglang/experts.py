@@ -4,7 +4,8 @@ expert, as model files and SGLang have them.
     X.experts.gate_up_proj  [experts, 2 * inner, hidden]   X.experts.N.gate_proj.weight, .N.up_proj.weight
     X.experts.down_proj     [experts, hidden, inner]       X.experts.N.down_proj.weight
 
-Other tensors have one name. Nothing is copied: an expert's tensors are views of those of the layer.
+Other tensors have one name. Nothing is copied: an expert's tensors are views of those of the layer. Files of
+published Qwen3-VL mixtures, and SGLang, have the two of a layer under their names, input by output.
 """
 
 import re
@@ -44,12 +45,30 @@ def together(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return dict(sorted(found.items()))
 
 
-def apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A version as a trainer names it, under the names of model files."""
+def input_by_output(described: Mapping[str, Tensor]) -> frozenset[str]:
+    """Names of the two tensors of a layer that a file has the other way round than a trainer."""
+    found: set[str] = set()
+    for name, down in described.items():
+        layer, _, part = name.rpartition(".")
+        up = described.get(f"{layer}.gate_up_proj")
+        if part == "down_proj" and up is not None and down.ndim == up.ndim == 3:
+            (_, inner, hidden), shape = down.shape, tuple(up.shape[1:])
+            if shape == (hidden, 2 * inner):
+                found |= {name, f"{layer}.gate_up_proj"}
+    return frozenset(found)
+
+
+def turned(tensors: Mapping[str, Tensor], names: frozenset[str]) -> dict[str, Tensor]:
+    """The same, with those of `names` the other way round; views."""
+    return {name: tensor.transpose(1, 2) if name in names else tensor for name, tensor in tensors.items()}
+
+
+def apart(tensors: Mapping[str, Tensor], whole: frozenset[str] = frozenset()) -> dict[str, Tensor]:
+    """A version as a trainer names it, under the names of model files; those of `whole` keep theirs."""
     found: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         layer, _, part = name.rpartition(".")
-        if not layer.endswith(".experts") or part not in ("gate_up_proj", "down_proj"):
+        if name in whole or not layer.endswith(".experts") or part not in ("gate_up_proj", "down_proj"):
             found[name] = tensor
             continue
         for number, one in enumerate(tensor):

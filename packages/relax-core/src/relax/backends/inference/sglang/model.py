@@ -13,7 +13,7 @@ from torch import Tensor
 from relax.backends.inference.errors import EngineError, InvalidRequest, InvalidUpdate
 from relax.backends.inference.reading import reader_of
 from relax.backends.inference.sglang.answers import Captured
-from relax.backends.inference.sglang.experts import apart, together
+from relax.backends.inference.sglang.experts import apart, input_by_output, together, turned
 from relax.backends.inference.sglang.pictures import PictureRules, normalisation
 from relax.backends.inference.sglang.tensors import Tensors
 from relax.backends.inference.sglang.whole import copy_around, whole_folder
@@ -55,6 +55,7 @@ class ServedModel:
         prefix: what a server puts before a weight's name.
         hollow: the folder says which weights there are and holds none, so that a server starts with some of
             its own.
+        backwards: weights that the folder, and so a server, has input by output (`experts`).
     """
 
     folder: Path
@@ -68,6 +69,7 @@ class ServedModel:
     tensors: Tensors | None = None
     prefix: str = ""
     hollow: bool = False
+    backwards: frozenset[str] = frozenset()
 
     @property
     def shows(self) -> bool:
@@ -107,7 +109,9 @@ class ServedModel:
         outer = config.get("thinker_config", config)
         text = outer.get("text_config") or outer
         routing = routing_of(config)
-        weights = together(_weights(folder, prefix, torch_dtype(dtype), tied=_ties(outer)))
+        stored = together(_weights(folder, prefix, torch_dtype(dtype), tied=_ties(outer)))
+        backwards = input_by_output(stored)
+        weights = turned(stored, backwards)
         rules = PictureRules.read(folder, config)
         tensors = None if reader is None else Tensors(reader, *normalisation(folder))
         hollow = outer.get("model_type") == THINKER_TYPE and not prefix
@@ -125,6 +129,7 @@ class ServedModel:
             tensors,
             prefix,
             hollow,
+            backwards,
         )
 
     def for_server(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -132,7 +137,7 @@ class ServedModel:
         output layer of their own even where the model ties it, so there it is sent beside the embedding that
         it equals.
         """
-        found = apart(tensors)
+        found = apart(turned(tensors, self.backwards), self.backwards)
         if self.tied and self.captured is not None and EMBEDDING in found:
             found[OUTPUT] = found[EMBEDDING]
         return {self.prefix + name: tensor for name, tensor in found.items()} if self.prefix else found
