@@ -107,9 +107,11 @@ class Ranks:
         answers.put(None)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    """Two ranks, for all modules: to start them costs more than all cases together."""
+    """Two ranks, for a module. Not for all: autograd keeps some models of closed ranks, mixtures of experts
+    above all, and with them about thirty groups each, whose gloo threads wake a hundred times a second.
+    """
     ranks = Ranks(2, tmp_path_factory.mktemp("two"))
     yield ranks
     ranks.close()

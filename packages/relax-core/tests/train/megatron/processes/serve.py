@@ -1,6 +1,7 @@
 """One rank process of the tests: runs cases from stdin, a line of JSON each, and answers on stdout."""
 
 import contextlib
+import gc
 import json
 import os
 import sys
@@ -33,6 +34,7 @@ def main(rank: int, world: int, store: str) -> None:
             answer = {"error": f"{type(error).__name__}: {error}"}
         answers.write(json.dumps(answer) + "\n")
         answers.flush()
+        gc.collect()  # a rank's groups go with the last of its modules, and each polls from a thread of its own
     with contextlib.suppress(RuntimeError):  # the other rank may be gone already
         distributed.destroy_process_group()
 
