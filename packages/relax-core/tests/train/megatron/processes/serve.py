@@ -34,7 +34,7 @@ def main(rank: int, world: int, store: str) -> None:
             answer = {"error": f"{type(error).__name__}: {error}"}
         answers.write(json.dumps(answer) + "\n")
         answers.flush()
-        gc.collect()  # a rank's groups go with the last of its modules, and each polls from a thread of its own
+        gc.collect()  # a rank's groups go with the last of its modules; each polls from a thread
     with contextlib.suppress(RuntimeError):  # the other rank may be gone already
         distributed.destroy_process_group()
 
