@@ -222,8 +222,9 @@ class Units:
             done(body.error, body.values)
 
     def moved(self, number: int) -> tuple[int, int]:
-        """Payload bytes sent to and received from other hosts, a moment ago."""
-        return self._units[number].moved
+        """Payload bytes sent to and received from other hosts, a moment ago; 0 of one yet to come."""
+        unit = self._units.get(number)
+        return (0, 0) if unit is None else unit.moved
 
     def number_of(self, call: Call) -> int:
         """Which unit is asking. Unauthorized if none is."""
