@@ -90,7 +90,6 @@ def test_every_shape_of_frames_gives_the_same_item_and_file(processor, make_fram
         ("libx264", "mov", "yuv444p"),
         ("libx265", "mp4", "yuv420p10le"),
         ("libvpx-vp9", "webm", "yuv420p"),
-        ("libsvtav1", "webm", "yuv420p"),
         ("mpeg4", "avi", "yuv420p"),
         ("libx264", "matroska", "yuv420p"),
         ("libx264", "mpegts", "yuv420p"),
