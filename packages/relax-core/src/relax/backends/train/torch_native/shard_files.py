@@ -54,37 +54,26 @@ def write_part(
         StateFileError: it cannot be written, as on a full disk.
     """
     with written(folder):
-        _write_part(folder, rank, world_size, tensors, boxes, data)
-
-
-def _write_part(
-    folder: Path,
-    rank: int,
-    world_size: int,
-    tensors: Mapping[str, Tensor],
-    boxes: Mapping[str, Box],
-    data: Mapping[str, Any],
-) -> None:
-    file = folder / f"rank-{rank:05d}.safetensors"
-    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, file)
-    with file.open("rb") as stream:
-        digest = hashlib.file_digest(stream, "sha256").hexdigest()
-    told = {
-        "schema": SCHEMA,
-        "rank": rank,
-        "world_size": world_size,
-        "sha256": digest,
-        "data": dict(data),
-        "boxes": {name: {"shape": boxes[name].shape, "start": boxes[name].start} for name in tensors},
-    }
-    index = file.with_suffix(".json")
-    index.write_text(json.dumps(told, allow_nan=False, indent=1))
-    for path in (file, index, folder):
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        file = folder / f"rank-{rank:05d}.safetensors"
+        save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, file)
+        with file.open("rb") as stream:
+            digest = hashlib.file_digest(stream, "sha256").hexdigest()
+        told = {
+            "schema": SCHEMA,
+            "rank": rank,
+            "world_size": world_size,
+            "sha256": digest,
+            "data": dict(data),
+            "boxes": {name: {"shape": boxes[name].shape, "start": boxes[name].start} for name in tensors},
+        }
+        index = file.with_suffix(".json")
+        index.write_text(json.dumps(told, allow_nan=False, indent=1))
+        for path in (file, index, folder):
+            descriptor = os.open(path, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
 
 
 def is_sharded(folder: Path) -> bool:
