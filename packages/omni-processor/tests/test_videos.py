@@ -106,8 +106,8 @@ def test_codecs_and_containers_are_seen(processor, write_video, codec, container
 
 
 def test_av1_is_seen(processor):
-    """From a file that libsvtav1 made of the same frames: run by root, the encoder makes the process that calls
-    it, and all that this one starts, real-time ones.
+    """From a file that libsvtav1 made of the same frames. Run by root, that encoder makes the process which
+    calls it, and all that this one starts, real-time ones.
     """
     _grows_brighter(processor, (Path(__file__).parent / "data" / "av1.webm").read_bytes())
 
