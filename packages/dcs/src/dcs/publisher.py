@@ -154,7 +154,9 @@ class Publisher:
         self._lock = threading.RLock()
         self._completed = Condition(self._lock)
         self._tickets: list[Ticket] = []
-        self._live: set[int] = set()
+        self._live: dict[int, str] = {}  # the names of the subscribers, by member number
+        self._expected: dict[int, str] = {}  # of those that a coordinator from before has known
+        self._expected_until = 0.0
         self._ranks: tuple[int, ...] = ()  # the newest version that each was last known to have published
         self._error: DcsError | None = None
         self._closed = False
@@ -432,6 +434,8 @@ class Publisher:
                 self._newest = (message.version, message.root or self._newest[1])
             tickets = list(self._tickets)
             again = list(self._shelf.held)  # one that is being announced too: it may be complete already
+            self._expected |= self._live
+            self._expected_until = time.monotonic() + 2 * message.lease_seconds
         for ticket in tickets:
             ticket.expect_again(2 * message.lease_seconds)
         for copy in again:  # the lease had lapsed, or the coordinator is a new one
@@ -445,9 +449,12 @@ class Publisher:
             if message.version >= self._newest[0]:
                 self._newest = (message.version, root)
             begun = [ticket for ticket in self._tickets if ticket.version == message.version]
+            expected, left = self._expected, self._expected_until - time.monotonic()
             self._completed.notify_all()
         for ticket in begun:
-            ticket.begin(message.roster)
+            if expected and left > 0:
+                ticket.expect_again(left)
+            ticket.begin(message.roster, expected if left > 0 else {})
         gathering = message.roster.gathering
         if self._broadcaster is not None and gathering is not None and root:
             self._broadcaster.ask(gathering, message.version, root)
@@ -462,8 +469,15 @@ class Publisher:
             ticket.fail(error)
 
     def _update(self, roster: Roster) -> None:
+        live = {member: standing.name for member, standing in roster.live.items()}
+        names = set(live.values())
         with self._lock:
-            gone, self._live = self._live - roster.live.keys(), set(roster.live)
+            gone, self._live = self._live.keys() - live.keys(), live
+            self._expected = {
+                member: name
+                for member, name in self._expected.items()
+                if name not in names and member not in roster.departed
+            }
             self._ranks = roster.announced
             tickets = list(self._tickets)
         for member in gone:

@@ -1,7 +1,8 @@
 """What `publish` returns: who has taken the version, and how long everything took."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import msgspec
 
@@ -71,7 +72,8 @@ class Ticket:
     """Follows one version.
 
     Done when all ranks have published it, and every subscriber that was live then has acknowledged it, has
-    moved on to a newer version, or is gone; at once when there was none.
+    moved on to a newer version, or is gone; at once when there was none. Live is, too, who was before the
+    coordinator was restarted, while it may yet join the new one.
     """
 
     def __init__(self, version: int, nbytes: int, wait_seconds: float, freeze_seconds: float) -> None:
@@ -87,6 +89,7 @@ class Ticket:
         self._gone: dict[str, str] = {}
         self._error: DcsError | None = None
         self._expecting_until = 0.0
+        self._roster: Roster | None = None
         self._ranks: tuple[int, ...] = ()  # the newest version that each was last known to have published
 
     @property
@@ -113,9 +116,12 @@ class Ticket:
         Raises `Timeout` naming who is awaited; `CoordinatorLost`, `Evicted` or `Closed` when nobody can be
         heard any more.
         """
-        within = require_timeout(timeout)
+        deadline = time.monotonic() + require_timeout(timeout)
         with self._changed:
-            self._changed.wait_for(lambda: self._error or (self._announced and not self._pending), within)
+            while not self._is_over() and (left := deadline - time.monotonic()) > 0:
+                expecting = self._expecting_until - time.monotonic()
+                self._changed.wait_for(self._is_over, min(left, expecting) if expecting > 0 else left)
+                self._review()
             if self._error is None and not self._announced:
                 raise Timeout(
                     f"version {self.version} was not offered within {timeout} s:"
@@ -130,42 +136,56 @@ class Ticket:
                 raise self._error
         return self.stats()
 
-    def begin(self, roster: Roster) -> None:
-        """The coordinator has announced the version; these are the subscribers to wait for."""
+    def begin(self, roster: Roster, expected: Mapping[int, str] = MappingProxyType({})) -> None:
+        """The coordinator has announced the version; these are the subscribers to wait for, and those by
+        member number that were known to a former coordinator, for as long as `expect_again` has said.
+        """
         with self._changed:
             if not self._announced:  # else the coordinator repeats itself
                 self._announced = True
                 self._announce_seconds = time.monotonic() - self._began
-                self._pending = {member: standing.name for member, standing in roster.live.items()}
+                live = {member: standing.name for member, standing in roster.live.items()}
+                names = set(live.values())
+                self._pending = live | {m: name for m, name in expected.items() if name not in names}
         self.update(roster)
 
     def update(self, roster: Roster) -> None:
         """The roster has changed. Whoever is missing is gone, but for a while after `expect_again`."""
-        now = time.monotonic()
         with self._changed:
-            self._ranks = roster.announced
-            numbers = {standing.name: member for member, standing in roster.live.items()}
-            for member, name in list(self._pending.items()):
-                standing = roster.live.get(numbers.get(name, member))
-                if standing is None:
-                    reason = roster.departed.get(member)
-                    if reason is None and now < self._expecting_until:
-                        continue
-                    self._gone[name] = reason or "it is no member any more"
-                elif standing.acked is None or standing.acked.version < self.version:
-                    continue
-                elif standing.acked.version == self.version:
-                    acked = standing.acked
-                    self._acked[name] = Taken(acked.transfer_seconds, now - self._began, acked.pause_seconds)
-                else:
-                    self._moved_on[name] = standing.acked.version
-                del self._pending[member]
+            self._roster, self._ranks = roster, roster.announced
+            self._review()
             self._changed.notify_all()
+
+    def _is_over(self) -> bool:
+        return self._error is not None or (self._announced and not self._pending)
+
+    def _review(self) -> None:
+        """With the lock held: who of the pending has it, or is gone, as of the last roster."""
+        roster, now = self._roster, time.monotonic()
+        if roster is None:
+            return
+        numbers = {standing.name: member for member, standing in roster.live.items()}
+        for member, name in list(self._pending.items()):
+            standing = roster.live.get(numbers.get(name, member))
+            if standing is None:
+                reason = roster.departed.get(member)
+                if reason is None and now < self._expecting_until:
+                    continue
+                self._gone[name] = reason or "it is no member any more"
+            elif standing.acked is None or standing.acked.version < self.version:
+                continue
+            elif standing.acked.version == self.version:
+                acked = standing.acked
+                self._acked[name] = Taken(acked.transfer_seconds, now - self._began, acked.pause_seconds)
+            else:
+                self._moved_on[name] = standing.acked.version
+            del self._pending[member]
 
     def expect_again(self, seconds: float) -> None:
         """The coordinator may be a new one: subscribers have this long to join it again."""
         with self._changed:
             self._expecting_until = time.monotonic() + seconds
+            self._changed.notify_all()
 
     def fail(self, error: DcsError) -> None:
         """Nobody will be heard of any more."""

@@ -195,6 +195,39 @@ def test_a_coordinator_killed_before_or_after_a_commit_is_back_at_its_address(
         assert int(sender.ask("sent")[0]) > before
 
 
+@pytest.mark.parametrize("returns", [True, False], ids=["late", "never"])
+def test_a_subscriber_that_joins_a_restarted_coordinator_late_is_waited_for(stack, model, digest, returns):
+    """The publisher is there first, and its version complete: who was live before is not forgotten for that.
+    One that does not come back at all is held for gone after two leases.
+    """
+    gone = threading.Event()
+
+    def deliver(_: bytes, frames: list) -> list:
+        return [] if gone.is_set() else [frames]
+
+    running = stack.enter_context(dcs.serve(lease_seconds=2.0))
+    post = Post(running.address, deliver, lambda _, frames: [frames])
+    stack.callback(post.close)
+    layout = dcs.layout.of(model(0))
+    subscriber = stack.enter_context(dcs.Subscriber(post.address, "r", name="e", layout=layout))
+    publisher = stack.enter_context(dcs.Publisher(running.address, "r", layout=layout, timeout=30.0))
+    ticket = publisher.publish(0, model(0))
+    assert digest(subscriber.fetch(0)) == digest(0)
+    assert list(ticket.wait(10).acked) == ["e"]
+    gone.set()
+    os.kill(running.pid, signal.SIGKILL)
+    ticket = publisher.publish(1, model(1))
+    with pytest.raises(dcs.Timeout, match=r"not acknowledged within 1\.0 s by e"):
+        ticket.wait(1.0)
+    if returns:
+        gone.clear()
+        assert digest(subscriber.fetch(1, timeout=20)) == digest(1)
+        assert list(ticket.wait(20).acked) == ["e"]
+    else:
+        assert ticket.wait(20).gone.keys() == {"e"}
+    assert running.restarts == 1
+
+
 @pytest.mark.parametrize("kills", [3, pytest.param(5, marks=pytest.mark.slow)])  # five a minute are mended
 def test_each_version_comes_once_to_all_of_a_group_however_its_coordinator_dies(kills):
     """It is killed a moment after the announcement: before the ranks of an engine have the version, when only
