@@ -37,7 +37,7 @@ def measure(sides: Sides) -> None:
         )
         trainer = exits.enter_context(child)
         pids = [trainer.pid, *(keeper.pid for keeper in keepers)]
-        steps, rounds = (QUICK_STEPS if sides.quick else STEPS), sides.rounds(30, quick=4)
+        steps, rounds = (QUICK_STEPS if sides.quick else STEPS), sides.rounds(60, quick=4)
         sides_of_it: dict[str, Round] = {
             "alone": stepping(trainer, pids, steps, save=False),
             "saving": stepping(trainer, pids, steps, save=True),
@@ -53,7 +53,8 @@ def measure(sides: Sides) -> None:
         f"a step of the quick start in one process (105k parameters, 64 samples of 16 tokens: generate, "
         f"train, commit, and copy the state), the state of {nbytes / 1e6:.1f} MB saved after each step to "
         f"{KEEPERS} keepers, processes on this machine, and restored bit for bit; {rounds} rounds in turn of "
-        f"{steps} steps saved and twice as many that are not; medians of rounds; {load_note(others.others())}"
+        f"{steps} steps saved and twice as many that are not; medians of rounds' median steps; "
+        f"{load_note(others.others())}"
     )
     print_claim(
         at_most(

@@ -9,6 +9,7 @@ The state is what the trainer resumes from: weights, moments, random state.
 from asked import answer, work  # isort: split
 
 import contextlib
+import statistics
 import time
 from typing import Any
 
@@ -39,19 +40,20 @@ class Trainer:
         self._saved = 0
 
     def steps(self, count: int, save: bool) -> dict[str, float]:
-        """Seconds of a step, over so many, with its state saved or only looked up; those in `save`.
+        """Seconds of the median step of so many, with its state saved or only looked up; of a mean in `save`.
 
         One step comes before them, of which only what is still done in the background is measured: so the
         copies of a step are made during each that counts, as in a run.
         """
         self._do(save)
-        begun, saving = time.perf_counter(), 0.0
+        seconds, saving = [], 0.0
         for _ in range(count):
+            begun = time.perf_counter()
             saving += self._do(save)
-        seconds = time.perf_counter() - begun
+            seconds.append(time.perf_counter() - begun)
         if save:
             self._replicas.wait(self._saved, WAIT_SECONDS)
-        return {"seconds": seconds / count, "saving": saving / count}
+        return {"seconds": statistics.median(seconds), "saving": saving / count}
 
     def _do(self, save: bool) -> float:
         self._step()
