@@ -166,10 +166,10 @@ class ServedModel:
                 f"request {request.id!r} stops at token {stop[0]}, outside the vocabulary of "
                 f"{self.vocabulary}"
             )
-        if self.pictures is not None and self.shows_pictures(request):
-            self.pictures.check(request)
         if self.tensors is not None:
             self.tensors.check(request)
+            if self.pictures is not None and self.shows_pictures(request):
+                self.pictures.check(request)
         elif request.media:
             raise InvalidRequest(
                 f"request {request.id!r} carries {len(request.media)} media items, and to the model in "

@@ -74,66 +74,18 @@ class PictureRules:
             float(said.get("rescale_factor") or 1 / 255),
         )
 
-    @property
-    def values(self) -> int:
-        """Values of one patch."""
-        return _CHANNELS * self.temporal * self.patch**2
-
-    def grids(self, request: GenerationRequest) -> list[np.ndarray]:
-        """The grid of every picture of a request, int64 [3] in patches.
-
-        Raises:
-            InvalidRequest: an item is no picture, or its tensors do not fit each other.
-        """
-        return [
-            grid for index, item in enumerate(request.media) for grid in self._grids(request, index, item)
-        ]
-
-    def _grids(self, request: GenerationRequest, index: int, item: Mapping[str, Any]) -> np.ndarray:
-        whose = f"media item {index} of request {request.id!r}"
-        kind = item.get("kind", "image")
-        if kind != "image" or not {"pixel_values", "image_grid_thw"} <= item.keys():
-            raise InvalidRequest(
-                f"{whose} has kind {kind!r} and {sorted(item)}; expected an image with pixel_values and "
-                f"image_grid_thw. SGLang takes files, and those of sounds and films cannot be made of their "
-                f"tensors: use rollout.engine=transformers"
-            )
-        pixels, grids = np.asarray(item["pixel_values"]), np.asarray(item["image_grid_thw"])
-        if grids.size % 3 or not grids.size or not np.issubdtype(grids.dtype, np.integer):
-            raise InvalidRequest(
-                f"{whose}: image_grid_thw is {grids.dtype} {list(grids.shape)}; expected integers "
-                f"[pictures, 3]"
-            )
-        grids = grids.reshape(-1, 3).astype(np.int64)
-        if (grids < 1).any() or (grids[:, 0] != 1).any() or (grids[:, 1:] % self.merge).any():
-            raise InvalidRequest(
-                f"{whose}: image_grid_thw is {grids.tolist()}; expected one frame and a multiple of "
-                f"{self.merge} patches a side"
-            )
-        wanted = (int(grids.prod(1).sum()), self.values)
-        if pixels.shape != wanted or not np.issubdtype(pixels.dtype, np.floating):
-            raise InvalidRequest(
-                f"{whose}: pixel_values is {pixels.dtype} {list(pixels.shape)}; image_grid_thw "
-                f"{grids.tolist()} means floats {list(wanted)}"
-            )
-        return grids
-
     def check(self, request: GenerationRequest) -> None:
-        """Refuse a request whose placeholders are not those of its pictures.
+        """Refuse a request of which one placeholder for each picture would not tell where the others stood.
+        It shows pictures only, which its family's reader has checked.
 
         Raises:
-            InvalidRequest: naming the picture, or the counts.
+            InvalidRequest: with the runs of placeholders, and those that the pictures take.
         """
-        sizes = [int(grid.prod()) // self.merge**2 for grid in self.grids(request)]
+        grids = [np.asarray(item["image_grid_thw"]).reshape(-1, 3) for item in request.media]
+        sizes = (np.concatenate(grids).prod(1) // self.merge**2).tolist()
         places = np.flatnonzero(request.tokens == self.token)
-        if len(places) != sum(sizes):
-            raise InvalidRequest(
-                f"request {request.id!r} has {len(places)} image placeholder tokens, its "
-                f"{len(request.media)} media items stand for {sum(sizes)}; tokens and media must come from "
-                f"one processor call"
-            )
-        runs = [len(run) for run in np.split(places, np.flatnonzero(np.diff(places) > 1) + 1) if len(run)]
-        if runs != sizes or (len(places) and not places[0]):
+        runs = [len(run) for run in np.split(places, np.flatnonzero(np.diff(places) > 1) + 1)]
+        if runs != sizes or not places[0]:
             raise InvalidRequest(
                 f"request {request.id!r} has image placeholder tokens in runs of {runs}, and its pictures "
                 f"take {sizes}, each after a token of another kind; tokens and media must come from one "
