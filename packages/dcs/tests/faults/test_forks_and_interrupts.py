@@ -13,6 +13,7 @@ import psutil
 import pytest
 import torch
 from dcs import replicas
+from dcs.appliers import StateDictApplier
 from dcs.introspection import IntrospectionServer
 
 TENSORS = {"w": torch.zeros(1000)}
@@ -132,12 +133,39 @@ def test_an_interrupt_at_any_moment_of_publish_next_and_wait_costs_no_version(
     finally:
         signal.signal(signal.SIGALRM, before)
     assert interrupted > times // 2
+    assert torch.is_grad_enabled()
     assert publisher._shelf._owned <= 3
     assert lent() <= lent_before + 8  # three of the publisher, and as many of those that take it
 
 
 def model(version: int) -> dict[str, torch.Tensor]:
     return {"w": torch.full((100_000,), float(version))}
+
+
+def test_nothing_turns_gradients_off_so_that_an_interrupt_cannot_leave_them_off(
+    publish_to, subscribe, stack, monkeypatch
+):
+    """What turns them on again is Python, which Ctrl-C may end at its first instruction."""
+    keeper = stack.enter_context(replicas.Keeper())
+    kept = stack.enter_context(replicas.Replicas([keeper.address], "n", copies=1))
+    layer, engine = torch.nn.Linear(300, 300), torch.nn.Linear(300, 300)
+    weights = {**dict(layer.named_parameters()), "weight": layer.weight.t()}  # one not contiguous
+    applier = StateDictApplier(engine, dtype=torch.float16)
+    half = {name: tensor.half() for name, tensor in weights.items()}
+    publisher, subscriber = publish_to(half), subscribe(half, wires=("tcp",))
+    monkeypatch.setattr(torch._C, "_set_grad_enabled", lambda enabled: pytest.fail(f"set to {enabled}"))
+    for version in range(2):
+        publisher.publish(version, weights)
+        staged = subscriber.next(after=version - 1, timeout=10)
+        assert staged is not None
+        applier(staged)
+        staged.ack()
+        kept.save(version, weights).wait(10)
+    assert engine.weight.requires_grad
+    assert torch.equal(engine.weight, layer.weight.t().half().float())
+    restored = kept.restore(10)
+    assert restored is not None
+    assert torch.equal(restored[1]["weight"], layer.weight.t())
 
 
 def test_an_interrupted_publish_is_the_same_version_or_none(publish_to, subscribe, monkeypatch):

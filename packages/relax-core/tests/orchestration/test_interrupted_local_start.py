@@ -69,9 +69,13 @@ def test_a_start_that_is_interrupted_ends_the_command(told: signal.Signals, tmp_
         *("rollout.engine=slow_engine:SlowEngine", f"run.root={tmp_path / 'runs'}"),
     ]
     environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}".rstrip(":")}
-    run = subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    before = signal.signal(told, signal.SIG_DFL)  # it is inherited, and under nohup these tests ignore SIGHUP
+    try:
+        run = subprocess.Popen(
+            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+    finally:
+        signal.signal(told, before)
     try:
         assert run.stdout is not None
         assert run.stdout.readline() == "loading\n"

@@ -86,11 +86,11 @@ class StateDictApplier:
                 "an earlier version failed half way, so these tensors must not be used; load them anew"
             )
         nbytes = check(version, self.layout, "the target")
-        with self._lock, torch.no_grad():
+        with self._lock:
             paused = perf_counter()
             self.usable = False
             try:
-                streaming.copy((target, version.tensors[name]) for name, target in self._targets.items())
+                streaming.copy((own, version.tensors[name].detach()) for name, own in self._targets.items())
                 for device in self._devices:
                     torch.cuda.synchronize(device)
             except Exception as error:

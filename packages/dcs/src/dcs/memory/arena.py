@@ -106,17 +106,16 @@ class Arena:
         hashes = _Hashes(chunk_bytes)
         loop = streaming.loaded() if self.nbytes >= streaming.WORTH_BYTES else None
         done = 0
-        with torch.no_grad():
-            for (name, view), end in zip(self.tensors.items(), self._ends, strict=True):
-                tensor = local(tensors[name])
-                start = end - view.nbytes
-                hashes.add(self.memory[done:start])  # of the gap before it
-                if streaming.is_plain(view, tensor):
-                    self._fill_plain(start, tensor, hashes, loop)
-                else:
-                    view.copy_(tensor)
-                    hashes.add(self.memory[start:end])
-                done = end
+        for (name, view), end in zip(self.tensors.items(), self._ends, strict=True):
+            tensor = _values(tensors[name])
+            start = end - view.nbytes
+            hashes.add(self.memory[done:start])  # of the gap before it
+            if streaming.is_plain(view, tensor):
+                self._fill_plain(start, tensor, hashes, loop)
+            else:
+                view.copy_(tensor)
+                hashes.add(self.memory[start:end])
+            done = end
         hashes.add(self.memory[done:])
         return hashes.finish()
 
@@ -124,7 +123,7 @@ class Arena:
         self, start: int, tensor: torch.Tensor, hashes: "_Hashes", loop: streaming.Streaming | None
     ) -> None:
         """Copy and hash by blocks. What was copied past the caches is hashed where it came from."""
-        source = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+        source = tensor.reshape(-1).view(torch.uint8).numpy()
         target = self.flat[start : start + len(source)]
         for at in range(0, len(source), _BLOCK_BYTES):
             block = slice(at, at + _BLOCK_BYTES)
@@ -137,16 +136,14 @@ class Arena:
 
     def copy(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """`fill` without the hashes, which is a third cheaper."""
-        with torch.no_grad():
-            streaming.copy((view, local(tensors[name])) for name, view in self.tensors.items())
+        streaming.copy((view, _values(tensors[name])) for name, view in self.tensors.items())
 
     def holds(self, tensors: Mapping[str, torch.Tensor]) -> bool:
         """Whether `tensors`, cast as `fill` would, are what is here, bit for bit."""
-        with torch.no_grad():
-            return all(
-                torch.equal(_bits(local(tensors[name]).to("cpu", view.dtype)), _bits(view))
-                for name, view in self.tensors.items()
-            )
+        return all(
+            torch.equal(_bits(_values(tensors[name]).to("cpu", view.dtype)), _bits(view))
+            for name, view in self.tensors.items()
+        )
 
     def close(self) -> None:
         """Close the descriptor. The memory goes when the last view of it goes, here and elsewhere."""
@@ -155,9 +152,14 @@ class Arena:
             os.close(descriptor)
 
 
+def _values(tensor: torch.Tensor) -> torch.Tensor:
+    """What of it is here, apart from its gradients. Not by `no_grad`, which Ctrl-C may leave on for good."""
+    return local(tensor).detach()
+
+
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
     """Its bytes, which are equal where two NaNs are not."""
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
 class _Hashes:

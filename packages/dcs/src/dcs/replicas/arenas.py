@@ -52,8 +52,8 @@ class Arena:
             addresses = [tensor.data_ptr() for tensor in tensors]
             loop.ranges(self._addresses, np.array(addresses, np.uint64), self._sizes)
         elif tensors:
-            with torch.no_grad():
-                torch._foreach_copy_(self._tensors, tensors)  # pyright: ignore[reportPrivateImportUsage]
+            sources = [tensor.detach() for tensor in tensors]
+            torch._foreach_copy_(self._tensors, sources)  # pyright: ignore[reportPrivateImportUsage]
         arrays = [source for source in flat.sources if not isinstance(source, torch.Tensor)]
         for view, array in zip(self._arrays, arrays, strict=True):
             view[:] = array
