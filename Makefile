@@ -33,12 +33,15 @@ setup: $(filter .tools/%,$(UV)) ## Install uv if missing, then everything the lo
 train: setup ## Train the quick start: make train ARGS="mode=colocate seed=1"
 	$(BIN)/relax train configs/quickstart.yaml $(ARGS)
 
+# SGLang has kernels for x86-64 Linux only, and needs a C compiler for the stand-in of libcuda that it loads here.
+ENGINES := $(if $(filter Linux-x86_64,$(shell uname -s)-$(shell uname -m)),$(if $(shell command -v cc gcc),engines))
+
 # Two workers, a file to each in turn: much of the time of tests is waiting. ARGS="-n 0" runs them in one process.
-test: lint ## Lint, then every test but the slow ones: make test ARGS="-k queue"
+test: lint $(ENGINES) ## Lint, then every test but the slow ones: make test ARGS="-k queue"
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow" --hypothesis-profile=ci \
 	  --durations=10 $(ARGS)
 
-test-all: lint docs ## Lint, docs, and every test, slow ones too
+test-all: lint $(ENGINES) docs ## Lint, docs, and every test, slow ones too
 	$(BIN)/python -m pytest --durations=10 $(ARGS)
 
 lint: setup ## ruff, basedpyright and the import rules
@@ -65,7 +68,8 @@ bench-peers: $(filter .tools/%,$(UV)) ## Install the peers of the benchmarks: tr
 	@command -v redis-server >/dev/null || \
 	  echo "redis-server is missing: install it with the system's package manager (apt-get install redis-server)"
 
-engines: setup ## Install SGLang and megatron-bridge for their tests into .engines/ (the tests skip without)
+engines: setup ## Install SGLang and megatron-bridge for their tests into .engines/ (make test does, where they run)
+	@[ -e .engines/sglang ] || echo "installing SGLang for its tests, beside what the workspace has: a minute or two"
 	$(UV) venv --quiet --allow-existing --python $(BIN)/python .engines/sglang
 	$(UV) pip sync --quiet --compile-bytecode --python .engines/sglang/bin/python tests/engines/requirements-sglang.txt
 	$(UV) pip install --quiet --no-deps --python $(BIN)/python --target .engines/megatron-bridge -r tests/engines/requirements-megatron-bridge.txt

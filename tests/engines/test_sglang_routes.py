@@ -15,7 +15,7 @@ from relax.backends.routes import check, routing_of
 from relax.backends.tiny import write_tiny
 from relax.config.roles import RolloutSettings
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.timeout(900)  # the server starts within the test
 
 PROMPTS = 6
 torch.set_num_threads(1)

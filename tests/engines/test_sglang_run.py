@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
+pytestmark = pytest.mark.timeout(1500)
 
 ROOT = Path(__file__).parents[2]
 STEPS = 30
@@ -23,6 +23,7 @@ AGREEMENT = 1e-4
 SHIM = ROOT / "packages" / "relax-core" / "tests" / "train" / "megatron" / "shim"
 MEGATRON = ["actor.backend=megatron", "actor.tensor_parallel=2"]
 MIXED = [*MEGATRON, "actor.megatron.sequence_parallel=true"]
+SMALL = ["rollout.prompts_per_step=4", "rollout.samples_per_prompt=4", "ray.start_seconds=300"]
 
 
 def trained(config: str, root: Path, *words: str, env: dict[str, str] | None = None) -> list[dict[str, Any]]:
@@ -48,12 +49,24 @@ def late(metrics: list[dict[str, Any]]) -> float:
     return sum(last) / len(last)
 
 
+def test_sglang_and_megatron_on_two_tensor_ranks_agree_on_every_token(
+    sglang_settings: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    """The quick start, small, with both: what CI makes of the whole runs below."""
+    words = ["rollout.engine=sglang", f"rollout.sglang={json.dumps(sglang_settings())}", *SMALL, *MEGATRON]
+    metrics = trained("quickstart", tmp_path, *words, "steps=2", env={"PYTHONPATH": str(SHIM)})
+    assert len(metrics) == 2
+    assert all(step["loss/ratio_gap_max"] < AGREEMENT and step["grad_norm"] > 0 for step in metrics)
+    left_well(tmp_path)
+
+
 @pytest.fixture(scope="module")
 def defaults(tmp_path_factory: pytest.TempPathFactory) -> float:
     """What the quick start comes to with the embedded engine and torch_native."""
     return late(trained("quickstart", tmp_path_factory.mktemp("defaults"), f"steps={STEPS}"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trainer", [[], MEGATRON], ids=["torch_native", "megatron-tp2"])
 def test_the_quick_start_learns_as_with_the_defaults_and_leaves_no_server_behind(
     trainer: list[str], defaults: float, sglang_settings: Callable[..., dict[str, Any]], tmp_path: Path
@@ -70,6 +83,7 @@ def test_the_quick_start_learns_as_with_the_defaults_and_leaves_no_server_behind
     left_well(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_model_that_sees_is_shown_its_pictures_by_sglang(
     sglang_settings: Callable[..., dict[str, Any]], vision_on_cpus: dict[str, str], tmp_path: Path
 ) -> None:
@@ -82,15 +96,15 @@ def test_a_model_that_sees_is_shown_its_pictures_by_sglang(
     left_well(tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trainer", [[], MIXED], ids=["torch_native", "megatron-tp2"])
 def test_a_mixture_of_experts_takes_its_versions_from_any_trainer_and_its_routes_are_followed(
     trainer: list[str], sglang_settings: Callable[..., dict[str, Any]], moe_on_cpus: Path, tmp_path: Path
 ) -> None:
     settings = sglang_settings(env={"PYTHONPATH": str(moe_on_cpus)})
-    small = ["steps=4", "rollout.prompts_per_step=4", "rollout.samples_per_prompt=4", "ray.start_seconds=300"]
-    words = ["rollout.engine=sglang", f"rollout.sglang={json.dumps(settings)}", *small, *trainer]
+    words = ["rollout.engine=sglang", f"rollout.sglang={json.dumps(settings)}", *SMALL, *trainer]
     around = {"PYTHONPATH": str(SHIM)} if trainer else {}
-    metrics = trained("moe", tmp_path, *words, env=around)
+    metrics = trained("moe", tmp_path, *words, "steps=4", env=around)
     assert len(metrics) == 4
     assert max(step["loss/ratio_gap_max"] for step in metrics) < AGREEMENT
     left_well(tmp_path)
