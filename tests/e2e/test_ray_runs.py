@@ -26,13 +26,24 @@ SMALL = (
 
 
 def left_behind(before: set[str], within: float = 20.0) -> list[str]:
-    """Shared memory and Ray folders that were not there before, and stay: other tests, which may run at the
-    same time, have some for a moment.
+    """Shared memory and Ray folders that were not there before, and stay, with nobody alive who has them in
+    memory: other tests, which may run at the same time, have some, for a moment or as long as a server runs.
     """
     deadline = time.monotonic() + within
-    while (left := sorted(surroundings() - before)) and time.monotonic() < deadline:
+    while (left := sorted(surroundings() - before - mapped())) and time.monotonic() < deadline:
         time.sleep(0.1)
     return left
+
+
+def mapped() -> set[str]:
+    """Shared memory that a process has mapped. What was run has ended, so it is not one of its processes."""
+    found = set[str]()
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with contextlib.suppress(OSError):  # it has just ended
+            found |= {
+                line.split(maxsplit=5)[5] for line in maps.read_text().splitlines() if " /dev/shm/" in line
+            }
+    return found
 
 
 def surroundings() -> set[str]:

@@ -102,9 +102,9 @@ def libcuda(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def launch_sglang(libcuda: Path) -> Iterator[Callable[..., SglangServer]]:
-    """`launch_sglang(model_folder, *arguments)` is a server that is ready; it ends with the session."""
+    """`launch_sglang(model_folder, *arguments)` is a server that is ready; it ends with the module."""
     if not PYTHON.exists():
         pytest.skip("SGLang is not installed: make engines")
     with ExitStack() as running:

@@ -140,8 +140,10 @@ async def test_the_models_own_end_token_ends_nothing_that_the_run_does_not_end(
     async with start_engine(version=None) as engine:
         await engine.begin_update(0, likely)
         await engine.commit_update(0)
-        answers = [(await collect(engine, [request]))["r"] for _ in range(4)]
-    assert any(own in answer.tokens[:-1] for answer in answers)
+        answers = [(await collect(engine, [request]))["r"]]
+        while own not in answers[-1].tokens[:-1] and len(answers) < 100:  # it draws without a seed
+            answers.append((await collect(engine, [request]))["r"])
+    assert own in answers[-1].tokens[:-1]
     for answer in answers:
         assert (answer.finish_reason == "stop") == (answer.tokens[-1] == 3)
         assert answer.finish_reason == "stop" or len(answer.tokens) == 200
