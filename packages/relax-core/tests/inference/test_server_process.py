@@ -1,7 +1,9 @@
 """Supervision of a server process: it ends with its owner, with all it has started; its death is noticed."""
 
 import asyncio
+import multiprocessing
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -14,6 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 from relax.backends.inference.errors import EngineError
+from relax.backends.inference.sglang.guard import Made, _unlink
 from relax.backends.inference.sglang.process import ReservedPort, ServerFailed, ServerProcess
 
 FAMILY = """
@@ -29,6 +32,7 @@ time.sleep(1000)
 OWNER = """
 import asyncio, os, sys
 from pathlib import Path
+from relax.backends.inference.sglang.guard import Made, _unlink
 from relax.backends.inference.sglang.process import ServerProcess
 
 async def own():
@@ -173,6 +177,71 @@ async def test_what_a_killed_server_had_in_shared_memory_is_gone_and_nothing_els
     assert exists(model)
     assert exists(SHARED / before.name)
     assert exists(SHARED / during.name)
+
+
+PARTED = """
+import multiprocessing, time
+from multiprocessing import resource_tracker
+
+resource_tracker.ensure_running()  # the parent's, which is killed before it can unlink anything
+
+def part():
+    lock = multiprocessing.get_context("spawn").Lock()
+    print("made", lock._semlock.name, multiprocessing.current_process().pid, flush=True)
+    time.sleep(1000)
+
+multiprocessing.get_context("fork").Process(target=part).start()
+time.sleep(1000)
+"""
+"""A server of two processes, of which the second has a semaphore that the first knows nothing of."""
+
+
+@pytest.mark.parametrize("told", [True, False], ids=["with inotify", "without"])
+def test_a_semaphore_is_known_as_its_makers_after_that_was_killed(told, tmp_path, monkeypatch):
+    """Those of others are left alone."""
+    log = tmp_path / "log"
+    made = Made()
+    if not told:
+        os.close(made.descriptor)
+        made.descriptor = -1
+    with log.open("wb") as out:
+        server = subprocess.Popen([sys.executable, "-S", "-c", PARTED], stdout=out)
+    elsewhere = multiprocessing.get_context("spawn").Lock()  # this process's own
+    try:
+        until(lambda: "made" in log.read_text() or server.poll() is not None)
+        _, name, part = log.read_text().split()
+        file = SHARED / f"sem.{name.lstrip('/')}"
+        made.look()
+        assert made.inodes == {file.stat().st_ino}
+        os.kill(int(part), signal.SIGKILL)
+        made.look()
+        assert made.inodes == {file.stat().st_ino}
+    finally:
+        for process in (*psutil.Process(server.pid).children(recursive=True), server):
+            process.kill()
+        server.wait()
+        if told:
+            assert (
+                select.select([made.descriptor], [], [], 0)[0] == []
+            )  # nothing was made since the last look
+            os.close(made.descriptor)
+    _unlink(made.inodes)
+    assert not exists(file)
+    assert exists(SHARED / f"sem.{elsewhere._semlock.name.lstrip('/')}")  # pyright: ignore
+
+
+@pytest.mark.slow
+async def test_nothing_is_left_of_a_part_that_was_killed(start):
+    server = start(PARTED)
+    await server.ready(lambda: says(server, "made"), 30)
+    _, name, part = server.log.read_text().split()
+    file = SHARED / f"sem.{name.lstrip('/')}"
+    await asyncio.sleep(2)  # the guard takes note within milliseconds, and has nobody to tell
+    os.kill(int(part), signal.SIGKILL)
+    until(lambda: gone(int(part)))
+    assert exists(file)
+    await server.close()
+    assert not exists(file)
 
 
 BESIDES = """

@@ -10,7 +10,8 @@ small.
 
 What a killed process had in shared memory stays there for ever, some 16 KB a server and its semaphores. So
 the guard unlinks what is its server's: files of /dev/shm of the kinds that servers make, made since the guard
-began, which a process below it had mapped and no other process has.
+began, which a process below it had mapped and no other process has. A process that somebody else has killed
+cannot be asked any more what it had: of its semaphores the guard has taken note when they were made.
 """
 
 import contextlib
@@ -21,14 +22,55 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 SHARED = Path("/dev/shm")
-OWN = ("sglang_loads_", "sgl_shm_", "sem.mp-", "psm_", "torch_", "nccl-")
+SEMAPHORE = "sem.mp-"
+OWN = ("sglang_loads_", "sgl_shm_", SEMAPHORE, "psm_", "torch_", "nccl-")
 """How files begin that servers make there. A model's folder may lie there too, and is mapped as well."""
 BEGAN = time.time()
 
 _SET_DEATH_SIGNAL, _SET_SUBREAPER = 1, 36  # prctl(2)
+_CREATE = 0x100  # inotify(7)
+
+
+class Made:
+    """Semaphores that the processes below this one make, noted while they live.
+
+    A process has mapped its semaphore before that gets its name, so one look when the name is there is
+    enough.
+
+    Attributes:
+        inodes: of what they have made.
+        descriptor: readable when something was made; -1 where the system has no inotify left to give.
+    """
+
+    SECONDS = 1.0
+    """Between two looks without inotify."""
+
+    def __init__(self) -> None:
+        libc = ctypes.CDLL(None, use_errno=True)
+        self.descriptor: int = libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
+        if self.descriptor >= 0 and libc.inotify_add_watch(self.descriptor, bytes(SHARED), _CREATE) < 0:
+            os.close(self.descriptor)
+            self.descriptor = -1
+        self.inodes: set[int] = set()
+        self._there = _semaphores()
+
+    def look(self) -> None:
+        """Note which of those that are new belong to a process below."""
+        with contextlib.suppress(BlockingIOError):
+            while self.descriptor >= 0 and os.read(self.descriptor, 65536):
+                pass
+        before, self._there = self._there, _semaphores()
+        if new := self._there - before:
+            self.inodes |= new & set[int]().union(*map(mapped, descendants(os.getpid())))
+
+
+def _semaphores() -> set[int]:
+    with os.scandir(SHARED) as files:
+        return {file.inode() for file in files if file.name.startswith(SEMAPHORE)}
 
 
 def main(command: list[str]) -> int:
@@ -64,31 +106,40 @@ def guard(command: list[str], owners: list[int]) -> int:
         for reset in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
             signal.signal(reset, signal.SIG_DFL)
 
+    made = Made()
     try:
         server = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=prepare)
     except OSError as error:
         print(f"{command[0]!r} cannot be run: {error}", file=sys.stderr)
         return 127
-    _wait([*owners, os.pidfd_open(server.pid)])
+    _wait([*owners, os.pidfd_open(server.pid)], made)
     code = server.poll()
-    _end_all()
+    _end_all(made.inodes)
     if code is None:
         return 0  # ended on purpose
     return code if code >= 0 else 128 - code
 
 
-def _wait(ends: list[int]) -> None:
+def _wait(ends: list[int], made: Made) -> None:
     """Until the other end of the pipe, or one of the processes behind these pidfds, is gone."""
     poll = select.poll()
     for descriptor in ends:
         poll.register(descriptor, select.POLLIN)
     poll.register(0, 0)  # a hang-up is always told
-    poll.poll()
+    if made.descriptor >= 0:
+        poll.register(made.descriptor, select.POLLIN)
+    ended = False
+    while not ended:
+        told = poll.poll(None if made.descriptor >= 0 else 1000 * made.SECONDS)
+        ended = any(descriptor != made.descriptor for descriptor, _ in told)
+        made.look()
 
 
-def _end_all() -> None:
-    """Kill and reap until there is no descendant left; what is orphaned meanwhile becomes a child."""
-    shared: set[int] = set()
+def _end_all(made: Iterable[int] = ()) -> None:
+    """Kill and reap until there is no descendant left; what is orphaned meanwhile becomes a child. Then
+    unlink what they had in shared memory, and what was `made` there.
+    """
+    shared = set(made)
     with contextlib.suppress(ChildProcessError):
         while True:
             for pid in descendants(os.getpid()):
