@@ -16,6 +16,7 @@ from relax.config.cluster import Cluster, Node
 from relax.config.sizes import bytes_of
 from relax.orchestration import memory
 from relax.orchestration.memory import USABLE, Estimate
+from relax.orchestration.misfits import misfits
 from relax.orchestration.model_folder import TINY
 from relax.orchestration.model_shape import ModelShape, read_shape
 from relax.orchestration.placement import Bundle, Placed, bundles, place
@@ -88,7 +89,7 @@ def resolve_on(config: RunConfig, cluster: Cluster, known: Path | None = None) -
     check_names(config)
     folder, notes = _model(config, known)
     shape = read_shape(folder)
-    faults = list(unsuitable(config, shape))
+    faults = [*unsuitable(config, shape), *misfits(config, folder)]
     try:
         replayed_routing(config, folder)
     except ConfigError as error:

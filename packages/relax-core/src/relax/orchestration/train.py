@@ -22,6 +22,7 @@ from relax.ops.sinks import JsonLines, Sink, TensorBoard
 from relax.orchestration.accounting import Accounting, settle
 from relax.orchestration.gpus import check_gpus
 from relax.orchestration.launcher import Launcher, Poll, RoleFailed
+from relax.orchestration.misfits import check_misfits
 from relax.orchestration.model_folder import model_folder, takes_media
 from relax.orchestration.plan import Plan, check_cpus, plan
 from relax.orchestration.preflight import check_sizes, preflight
@@ -191,6 +192,7 @@ def prepare(config: RunConfig, folder: RunFolder, *, resume: bool, replay: Path 
     check_gpus(plan(config), config)
     model = model_folder(config, folder.model)
     check_sizes(config, model)
+    check_misfits(config, model)
     replayed_routing(config, model)
     nowhere = Endpoint("")
     context = RunContext(

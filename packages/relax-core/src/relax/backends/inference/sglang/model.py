@@ -109,9 +109,7 @@ class ServedModel:
         outer = config.get("thinker_config", config)
         text = outer.get("text_config") or outer
         routing = routing_of(config)
-        stored = together(_weights(folder, prefix, torch_dtype(dtype), tied=_ties(outer)))
-        backwards = input_by_output(stored)
-        weights = turned(stored, backwards)
+        weights, backwards = stored_weights(folder, dtype)
         rules = PictureRules.read(folder, config)
         tensors = None if reader is None else Tensors(reader, *normalisation(folder))
         hollow = outer.get("model_type") == THINKER_TYPE and not prefix
@@ -198,6 +196,20 @@ class ServedModel:
                     f"tensor {name!r} of version {version} is {given.dtype} {list(given.shape)}; the model's "
                     f"is {mine.dtype} {list(mine.shape)}"
                 )
+
+
+def stored_weights(folder: Path, dtype: str) -> tuple[dict[str, Tensor], frozenset[str]]:
+    """What the files of a folder hold: the weights as a trainer names them (`experts`), on torch's meta
+    device, and the names of those that the files have input by output.
+
+    Raises:
+        EngineError: a file cannot be read.
+    """
+    config = read_config(folder)
+    outer = config.get("thinker_config", config)
+    stored = together(_weights(folder, weights_prefix(folder), torch_dtype(dtype), tied=_ties(outer)))
+    backwards = input_by_output(stored)
+    return turned(stored, backwards), backwards
 
 
 def _ties(config: Mapping[str, Any]) -> bool:

@@ -4,6 +4,7 @@ The base weights keep their Hugging Face names to everybody outside; peft calls 
 the adapter's matrices `X.lora_A.default.weight` [rank, in] and `X.lora_B.default.weight` [out, rank].
 """
 
+import importlib.util
 from collections.abc import Iterator
 from typing import Any
 
@@ -26,19 +27,9 @@ class Adapters:
     """
 
     def __init__(self, model: nn.Module, settings: LoraSettings, seed: int) -> None:
-        try:
-            from peft import LoraConfig, inject_adapter_in_model
-        except ImportError as error:
-            raise SettingsError(
-                f"actor.lora.rank = {settings.rank} needs peft: pip install 'relax-core[lora]' ({error})"
-            ) from error
-        last = {name.rpartition(".")[2] for name, m in model.named_modules() if isinstance(m, nn.Linear)}
-        missing = sorted(set(settings.targets) - last)
-        if missing:
-            raise SettingsError(
-                f"actor.lora.targets names {missing}, and the model has no linear layers of that name; it "
-                f"has {', '.join(sorted(last))}"
-            )
+        check_adapters(model, settings)
+        from peft import LoraConfig, inject_adapter_in_model
+
         config = LoraConfig(
             r=settings.rank,
             lora_alpha=settings.alpha,  # type: ignore[arg-type]  # any number will do
@@ -86,6 +77,26 @@ class Adapters:
         for name, layer in self._layers.items():
             yield f"{name}.lora_A.weight", layer.lora_A[_NAME].weight.detach()
             yield f"{name}.lora_B.weight", layer.lora_B[_NAME].weight.detach()
+
+
+def check_adapters(model: nn.Module, settings: LoraSettings) -> None:
+    """See whether a model, which may be without weights, can be given adapters.
+
+    Raises:
+        SettingsError: peft is not installed, or no linear layer has a name of `targets`.
+    """
+    if importlib.util.find_spec("peft") is None:
+        raise SettingsError(
+            f"actor.lora.rank = {settings.rank} needs peft, which is not installed: pip install "
+            f"'relax-core[lora]', or set actor.lora.rank=0"
+        )
+    last = {name.rpartition(".")[2] for name, m in model.named_modules() if isinstance(m, nn.Linear)}
+    missing = sorted(set(settings.targets) - last)
+    if missing:
+        raise SettingsError(
+            f"actor.lora.targets names {missing}, and the model has no linear layers of that name; it "
+            f"has {', '.join(sorted(last))}"
+        )
 
 
 def own_name(name: str) -> str | None:
