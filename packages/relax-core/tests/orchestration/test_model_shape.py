@@ -156,3 +156,12 @@ def test_a_server_fills_what_its_weights_leave_with_its_cache():
     assert estimate.nbytes == pytest.approx(20 << 30, rel=1e-4)
     assert tokens == ((20 << 30) - 2 * shape.weights) // shape.cache_bytes(2)
     assert memory.engine(config, shape, 10 << 30)[1] == 0
+
+
+def test_a_mixture_has_its_experts_however_their_number_is_called():
+    """transformers 5 saves `num_local_experts` where published files say `num_experts`."""
+    content = json.loads((MODELS / "Qwen3-30B-A3B/config.json").read_text())
+    saved = dict(content)
+    saved["num_local_experts"] = saved.pop("num_experts")
+    assert shape_of(saved) == shape_of(content)
+    assert shape_of(saved).experts == 128

@@ -8,6 +8,9 @@ from typing import Any
 
 from relax.config import ConfigError
 
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Their number, in published files and as transformers 5 saves it."""
+
 
 @dataclass(frozen=True)
 class ModelShape:
@@ -119,7 +122,7 @@ def shape_of(content: Mapping[str, Any]) -> ModelShape:
     hidden, heads = text["hidden_size"], text["num_attention_heads"]
     head_dim = text.get("head_dim") or hidden // heads
     kv_heads = text.get("num_key_value_heads") or heads
-    experts = text.get("num_experts") or 0
+    experts = next((text[name] for name in EXPERTS if text.get(name)), 0)
     # `mlp_only_layers` are dense; of the others every `decoder_sparse_step`-th has experts.
     only, every = text.get("mlp_only_layers") or (), text.get("decoder_sparse_step") or 1
     sparse = [n for n in range(text["num_hidden_layers"]) if n not in only and (n + 1) % every == 0]
