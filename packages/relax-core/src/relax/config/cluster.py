@@ -2,6 +2,7 @@
 
 import difflib
 import re
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,15 +19,24 @@ if TYPE_CHECKING:
 
 EXAMPLE = "nodes: [{name: node, count: 2, cpus: 96, gpus: 8, gpu_memory: 80GB, memory: 1TiB}]"
 
+NODES = 4096
+"""Most nodes of a cluster."""
+
+SHOWN = 60
+"""Characters of a value that is refused."""
+
+MOST_DIGITS = 30
+"""Of a size; far beyond what there is, and within what can be reckoned with."""
+
 
 class NodeSettings(Settings):
     """One kind of node."""
 
-    name: str = Field(min_length=1)
-    """With a `count` above 1 a number is added to it."""
-    count: int = Field(default=1, ge=1, le=4096)
+    name: str = Field(max_length=253, pattern=r"^[A-Za-z0-9_.:-]+$")
+    """Letters, digits and what host names have. With a `count` above 1 a number is added to it."""
+    count: int = Field(default=1, ge=1, le=NODES)
     cpus: float = Field(gt=0)
-    gpus: int = Field(default=0, ge=0)
+    gpus: int = Field(default=0, ge=0, le=1024)
     gpu_memory: int | str | None = None
     """Of one GPU, as its maker counts it: a size such as `80GB`, or bytes, from 1 GiB on."""
     memory: int | str
@@ -40,6 +50,8 @@ class NodeSettings(Settings):
         text = str(size).strip()
         if text.endswith("%"):
             raise ValueError(f"{size!r} is a share of this machine's memory; give the node's, such as '80GB'")
+        if len(text) > MOST_DIGITS:
+            raise ValueError("no node has so much")
         bare = re.fullmatch(r"[0-9]+(\.[0-9]+)?", text) is not None
         if bare and float(text) < 1 << 30:
             raise ValueError(f"{text} has no unit, and so few bytes no node has; write '{text}GiB'")
@@ -90,6 +102,8 @@ def load_cluster(file: Path) -> Cluster:
         raise ConfigError(f"--cluster {file}: it cannot be read: {error}") from error
     except yaml.YAMLError as error:
         raise ConfigError(f"--cluster {file}: it is not YAML: {error}") from None
+    except RecursionError:
+        raise ConfigError(f"--cluster {file}: its lists are too deep for a cluster's file") from None
     try:
         settings = ClusterSettings.model_validate(content)
     except ValidationError as error:
@@ -99,9 +113,11 @@ def load_cluster(file: Path) -> Cluster:
             + "\n  ".join(faults)
             + f"\nsuch a file looks like {EXAMPLE}"
         ) from None
+    if (together := sum(kind.count for kind in settings.nodes)) > NODES:
+        raise ConfigError(f"--cluster {file}: {together} nodes together are more than {NODES}; lower a count")
     nodes = tuple(_nodes(settings))
-    names = [node.name for node in nodes]
-    if twice := {name for name in names if names.count(name) > 1}:
+    names = Counter(node.name for node in nodes)
+    if twice := [name for name, count in names.items() if count > 1]:
         raise ConfigError(f"--cluster {file}: two nodes are called {min(twice)}; give each its own name")
     for node in nodes:
         if node.gpus and not node.gpu_memory:
@@ -115,14 +131,20 @@ def load_cluster(file: Path) -> Cluster:
 def _fault(item: "ErrorDetails") -> str:
     """What is wrong at one place of the file, in words."""
     where, (*_, key) = ".".join(map(str, item["loc"])) or "the file", item["loc"] or ("",)
+    found = repr(item["input"])
+    found = found if len(found) <= SHOWN else f"{found[:SHOWN]}..."
     if item["type"] == "extra_forbidden":
         known = list((NodeSettings if len(item["loc"]) > 1 else ClusterSettings).model_fields)
         near = difflib.get_close_matches(str(key), known, 1, cutoff=0.5)
         hint = f"did you mean {near[0]}?" if near else f"the keys here are {', '.join(known)}"
-        return f"{where} = {item['input']!r}: there is no such key; {hint}"
+        return f"{where} = {found}: there is no such key; {hint}"
+    if item["type"] in ("model_type", "dict_type"):
+        return f"{where} = {found}: keys and values are expected"
+    if item["type"] == "string_pattern_mismatch":
+        return f"{where} = {found}: letters, digits, dots, dashes, colons and underscores are expected"
     if item["type"] == "missing":
         return f"{where}: it is missing"
-    return f"{where} = {item['input']!r}: {item['msg'].removeprefix('Value error, ')}"
+    return f"{where} = {found}: {item['msg'].removeprefix('Value error, ')}"
 
 
 def _nodes(settings: ClusterSettings) -> Iterator[Node]:
