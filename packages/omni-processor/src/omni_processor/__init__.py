@@ -5,8 +5,10 @@ spans; `collate` batches the tensors. Results are numpy; importing this package 
 transformers.
 """
 
+from omni_processor.cancellation import cancellable
 from omni_processor.errors import (
     BudgetExceeded,
+    Cancelled,
     ConfigError,
     Empty,
     MediaError,
@@ -27,6 +29,7 @@ __all__ = [
     "OPAQUE",
     "Budget",
     "BudgetExceeded",
+    "Cancelled",
     "ConfigError",
     "Empty",
     "ItemPlan",
@@ -45,5 +48,6 @@ __all__ = [
     "TooLarge",
     "Undecodable",
     "UnsupportedModality",
+    "cancellable",
     "collate",
 ]

@@ -84,6 +84,12 @@ class Reading:
         """A datasets cell. Raises: as `read`; Empty if it has neither bytes nor a path."""
         data, path = cell.get("bytes"), cell.get("path")
         if data is not None:
+            if not isinstance(data, bytes | bytearray | memoryview):
+                raise SourceNotAllowed(
+                    f'"bytes" of a mapping is {type(data).__name__}; bytes were expected: decode what is '
+                    'written as text, or name a file under "path"',
+                    item=self.item,
+                )
             return self.encoded(bytes(data), shorten(str(path)) if path else f"{len(data)} bytes")
         found = None if path is None else self.read(path)
         if found is None:
@@ -100,7 +106,15 @@ class Reading:
         if scheme == "data":
             return self._from_data_url(text, label)
         if scheme == "file":
-            parts = urlsplit(text)
+            try:
+                parts = urlsplit(text)
+                path = os.fsdecode(unquote_to_bytes(parts.path))
+            except ValueError as error:  # brackets that are no address; text that is no Unicode
+                raise Undecodable(
+                    f"the URL is malformed ({error}): file:///path was expected",
+                    item=self.item,
+                    source=label,
+                ) from error
             if parts.netloc not in ("", "localhost"):
                 raise SourceNotAllowed(
                     f"the file is on another host ({parts.netloc}): copy it here and pass its path, or write "
@@ -108,7 +122,7 @@ class Reading:
                     item=self.item,
                     source=label,
                 )
-            return self._from_path(os.fsdecode(unquote_to_bytes(parts.path)))
+            return self._from_path(path)
         if scheme in ("http", "https", "ftp", "s3", "gs", "hf") or "://" in text[:32]:
             raise SourceNotAllowed(
                 f"{scheme}:// is not fetched here: download it yourself and pass the path, the bytes or a "
@@ -129,7 +143,12 @@ class Reading:
                 source=label,
             )
         self.check_bytes(len(payload) * 3 // 4 if header.endswith(";base64") else len(payload) // 3, label)
-        raw = unquote_to_bytes(payload) if "%" in payload else payload.encode("utf-8", "surrogateescape")
+        try:
+            raw = unquote_to_bytes(payload) if "%" in payload else payload.encode()
+        except UnicodeEncodeError as error:
+            raise Undecodable(
+                f"the data URL holds what is no Unicode text ({error.reason})", item=self.item, source=label
+            ) from error
         if header.endswith(";base64"):
             # Line breaks are common in pasted base64 and padding is often lost; anything else wrong is an
             # error.
@@ -164,5 +183,8 @@ class Reading:
 
 
 def shorten(text: str, width: int = 80) -> str:
-    """At most `width` characters that still name the source, never a whole payload."""
-    return text if len(text) <= width else f"{text[: width - 20]}...{text[-12:]}"
+    """At most about `width` characters that still name the source, never a whole payload; printable anywhere,
+    whatever bytes a file name is of.
+    """
+    cut = text if len(text) <= width else f"{text[: width - 20]}...{text[-12:]}"
+    return cut.encode(errors="backslashreplace").decode()

@@ -28,6 +28,10 @@ class TemplateRewritesHistory(TemplateError):
     """The chat template renders earlier turns differently once later ones exist; appending would be wrong."""
 
 
+class Cancelled(OmniProcessorError):
+    """The work was given up by whoever asked for it (`omni_processor.cancellable`)."""
+
+
 class MediaError(OmniProcessorError):
     """One media item cannot be used.
 

@@ -251,6 +251,7 @@ class OmniProcessor:
         media = self._media(asked, own_sound)
         tokens = spans.expand(collapsed, media, self.family)
         found = spans.match_spans(tokens, media, self.family)
+        self._check_budget([len(self.family.placeholders(item)) for item in media], asked)
         counts = {"text": 0} | {
             kind: int((tokens == token).sum()) for kind, token in self.family.placeholder_ids.items()
         }
@@ -264,7 +265,11 @@ class OmniProcessor:
 
     def _media(self, asked: Sequence[Asked], own_sound: bool) -> list[MediaItem]:
         prepared = [self._prepared(one, f"{one.kind} {index}", own_sound) for index, one in enumerate(asked)]
-        costs = [one.plan.tokens for one in prepared]
+        self._check_budget([one.plan.tokens for one in prepared], asked)
+        return [self._cache.get_or_make(one.key, one.make) for one in prepared]
+
+    def _check_budget(self, costs: Sequence[int], asked: Sequence[Asked]) -> None:
+        """What the items cost by their headers, and, as some headers only estimate, what they came to."""
         allowed = self.budget.max_sample_tokens
         if allowed is not None and sum(costs) > allowed:
             kinds = {one.kind for one in asked}
@@ -273,7 +278,6 @@ class OmniProcessor:
                 "use fewer or smaller ones, or Budget(max_item_tokens=..., max_frame_tokens=...)",
                 item=f"{len(costs)} {kinds.pop() if len(kinds) == 1 else 'media item'}s",
             )
-        return [self._cache.get_or_make(one.key, one.make) for one in prepared]
 
 
 def _end_tokens(generation: Mapping[str, Any], tokenizer: Any) -> tuple[int, ...]:

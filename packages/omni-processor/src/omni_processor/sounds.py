@@ -15,14 +15,18 @@ import io
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from omni_processor import cancellation
 from omni_processor.containers import opened
 from omni_processor.encoded import Encoded, Reading
 from omni_processor.errors import Empty, SourceNotAllowed, TooLarge, Undecodable
 from omni_processor.sample import Limits
+
+if TYPE_CHECKING:
+    from av import AudioFrame
 
 MAX_CHANNELS = 16
 """Of an array; more are taken for samples that lie the other way round."""
@@ -30,7 +34,17 @@ MAX_CHANNELS = 16
 MAX_SAMPLES = 2**29
 """Of all channels together, whatever the rate: two GiB as numbers, three hours of stereo at 24 kHz."""
 
+FORMATS = ("WAV", "WAVEX", "RF64", "W64", "FLAC", "OGG", "MP3", "AIFF", "AU", "CAF")
+"""What libsndfile reads here. Of the rest that it knows, some are of programs long gone, and hardly tried."""
+
+LOUDEST = 100.0
+"""Farthest that a sample may lie from 0, where -1..1 is full scale: what lies farther is on another scale."""
+
+FASTEST = 10**6
+"""Samples a second of what is resampled; of every sound there is a few times over."""
+
 _BLOCK = 2**20
+_UNKNOWN_LENGTH = 2**63 - 1  # of libsndfile, where a header leaves it out
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,9 +97,11 @@ def resolve(source: Any, limits: Limits, rate: int, item: str = "audio") -> Reso
         if source.get("array") is None:
             return reading.cell(source)
         told = source.get("sampling_rate")
-        if not isinstance(told, int | np.integer | float) or told < 1:
+        number = isinstance(told, int | float | np.number) and not isinstance(told, bool)
+        if told is None or not number or not 1 <= told <= FASTEST:
             raise Undecodable(
-                f"sampling_rate is {told!r}; a sound as an array needs its samples a second: "
+                f"sampling_rate is {told!r:.40}; a sound as an array needs its samples a second, 1 to "
+                f"{FASTEST}: "
                 '{"array": ..., "sampling_rate": 16000}',
                 item=item,
             )
@@ -135,12 +151,15 @@ def track_header(encoded: Encoded, limits: Limits, item: str) -> SoundHeader:
         if stream.duration is not None and stream.time_base is not None:
             seconds = float(stream.duration * stream.time_base)
         else:  # Matroska says it of the whole file only
-            ends = [
-                ((packet.pts + (packet.duration or 0)) * packet.time_base, packet.pts * packet.time_base)
-                for packet in container.demux(stream)
-                if packet.pts is not None and packet.time_base is not None
-            ]
-            seconds = float(max(end for end, _ in ends) - min(start for _, start in ends)) if ends else 0.0
+            first = last = None
+            for packet in container.demux(stream):
+                cancellation.check()
+                if packet.pts is not None and packet.time_base is not None:
+                    start = packet.pts * packet.time_base
+                    end = start + (packet.duration or 0) * packet.time_base
+                    first = start if first is None else min(first, start)
+                    last = end if last is None else max(last, end)
+            seconds = 0.0 if first is None or last is None else float(last - first)
         header = SoundHeader(seconds, int(stream.rate), int(stream.codec_context.channels), container=True)
     _check_length(header, limits, item, encoded.label)
     return header
@@ -164,11 +183,20 @@ def decode(
         samples = _decode_sound_file(resolved, item)
     if not samples.size:
         raise Empty("the sound has no samples", item=item, source=resolved.label)
-    mono = samples.mean(axis=0, dtype=np.float32) if len(samples) > 1 else samples[0]
-    if not np.isfinite(mono).all():
+    peak = max(float(samples.max()), -float(samples.min()))
+    if not np.isfinite(peak):  # a NaN is the largest of any numbers
         raise Undecodable(
             "the sound has samples that are not finite numbers", item=item, source=resolved.label
         )
+    if peak > LOUDEST:
+        raise Undecodable(
+            f"the sound has samples as far from 0 as {peak:g}; floats in -1..1 were expected: divide by full "
+            "scale, or pass int16",
+            item=item,
+            source=resolved.label,
+        )
+    mono = samples.mean(axis=0, dtype=np.float32) if len(samples) > 1 else samples[0]
+    cancellation.check()
     return _resampled(mono, header.rate, rate)
 
 
@@ -197,6 +225,12 @@ def digest(resolved: ResolvedSound) -> bytes:
 
 
 def _check_length(header: SoundHeader, limits: Limits, item: str, label: str) -> None:
+    if header.rate > FASTEST:
+        raise Undecodable(
+            f"its header says {header.rate} samples a second; at most {FASTEST} are read",
+            item=item,
+            source=label,
+        )
     _check_seconds(header.seconds, limits, item, label)
     _check_samples(header.seconds * header.rate * header.channels, item, label)
 
@@ -238,7 +272,8 @@ def _waveform(array: Any, rate: int, limits: Limits, item: str) -> Waveform:
             source=label,
         )
     if samples.dtype.kind == "f":
-        samples = samples.astype(np.float32)
+        with np.errstate(over="ignore"):  # what float32 cannot hold is refused when it is looked at
+            samples = samples.astype(np.float32)
     elif samples.dtype != np.int16:
         raise Undecodable(
             f"{samples.dtype} is no type of samples: use floats in -1..1, or int16", item=item, source=label
@@ -252,11 +287,13 @@ def _as_float(samples: np.ndarray) -> np.ndarray:
 
 
 def _sound_file(encoded: Encoded) -> SoundHeader | None:
-    """What libsndfile says of it; None if it does not know the format."""
+    """What libsndfile says of it; None if that is none of `FORMATS`, or it does not know how long it is."""
     import soundfile
 
     try:
         with soundfile.SoundFile(io.BytesIO(encoded.data)) as file:
+            if file.format not in FORMATS or not file.seekable() or file.frames >= _UNKNOWN_LENGTH:
+                return None
             return SoundHeader(file.frames / file.samplerate, file.samplerate, file.channels)
     except soundfile.LibsndfileError:
         return None
@@ -269,7 +306,10 @@ def _decode_sound_file(encoded: Encoded, item: str) -> np.ndarray:
         with soundfile.SoundFile(io.BytesIO(encoded.data)) as file:
             promised = max(file.frames, _promised_by_wav(encoded.data))
             # Block by block: memory follows what is there, not what the header promises.
-            blocks = list(file.blocks(_BLOCK, dtype="float32", always_2d=True))
+            blocks: list[np.ndarray] = []
+            for block in file.blocks(_BLOCK, dtype="float32", always_2d=True):
+                cancellation.check()
+                blocks.append(block)
     except soundfile.LibsndfileError as error:
         raise Undecodable(
             f"the sound is damaged or cut off: {error}", item=item, source=encoded.label
@@ -312,15 +352,22 @@ def _decode_track(encoded: Encoded, header: SoundHeader, limits: Limits, item: s
     count = 0
     with opened(encoded, item, "a sound") as container:
         stream = container.streams.audio[0]
-        resampler = av.AudioResampler(format="fltp", layout=stream.layout, rate=header.rate)
+        # Channels beside each other: PyAV gives no more than 7 planes to numpy.
+        resampler = av.AudioResampler(format="flt", layout=stream.layout, rate=header.rate)
         frames = (part for frame in container.decode(stream) for part in resampler.resample(frame))
         for frame in frames:
-            parts.append(frame.to_ndarray())
+            cancellation.check()
+            parts.append(_planes(frame))
             count += parts[-1].shape[1]
             _check_seconds(count / header.rate, limits, item, encoded.label)
             _check_samples(count * len(parts[-1]), item, encoded.label)
-        parts += [frame.to_ndarray() for frame in resampler.resample(None)]
+        parts += [_planes(frame) for frame in resampler.resample(None)]
     return np.concatenate(parts, axis=1) if parts else np.empty((1, 0), np.float32)
+
+
+def _planes(frame: AudioFrame) -> np.ndarray:
+    """[channels, samples] of a frame whose channels lie beside each other."""
+    return frame.to_ndarray().reshape(-1, frame.layout.nb_channels).T
 
 
 def _resampled(mono: np.ndarray, rate: int, wanted: int) -> np.ndarray:

@@ -12,23 +12,28 @@ from __future__ import annotations
 
 import hashlib
 import io
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from PIL import Image
 
-from omni_processor import images, sources
+from omni_processor import cancellation, images, sources
 from omni_processor.containers import opened
 from omni_processor.encoded import Encoded, Reading
 from omni_processor.errors import Empty, SourceNotAllowed, TooLarge, Undecodable
 from omni_processor.sample import Limits
 
 if TYPE_CHECKING:
+    from av import Packet
     from av.container import InputContainer
     from av.video.stream import VideoStream
+
+
+SLOWEST, FASTEST = 0.001, 1000.0
+"""Frames a second of what comes frame by frame; containers keep such rates exactly enough."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +41,13 @@ class Clip:
     """What is made into an item.
 
     Attributes:
-        frames: those that are shown, uint8 [frames, height, width, 3].
+        frames: those that are shown, each uint8 [height, width, 3], decoded one by one as they are taken:
+            together, unscaled, they may be more than memory holds.
         fps: stored frames a second.
         sound: its own, mono float32 [samples] at the model's rate; None where it is not wanted.
     """
 
-    frames: np.ndarray
+    frames: Iterable[np.ndarray]
     fps: float
     sound: np.ndarray | None = None
 
@@ -91,12 +97,17 @@ def resolve(source: Any, limits: Limits, fps: float, item: str = "video") -> Enc
             return reading.cell(source)
         told = source.get("fps")
         if told is not None:
-            fps = float(told) if isinstance(told, int | float | np.number) else 0.0
-            if not 0 < fps < float("inf"):
-                raise Undecodable(f"fps is {told!r}; frames a second above 0 were expected", item=item)
+            number = isinstance(told, int | float | np.number) and not isinstance(told, bool)
+            if not number or not SLOWEST <= told <= FASTEST:
+                raise Undecodable(
+                    f"fps is {told!r:.40}; frames a second were expected, {SLOWEST:g} to {FASTEST:g}",
+                    item=item,
+                )
+            fps = float(told)
         source = source["frames"]
-    frames = _frames(source, limits, item)
-    return Encoded(write_lossless(frames, fps), f"{len(frames)} frames {frames.shape[2]}x{frames.shape[1]}")
+    count = _counted(source, limits, item)
+    data = write_lossless(_frames(source, limits, item), fps, limits, item)
+    return reading.encoded(data, f"{count} frames")
 
 
 def read_header(encoded: Encoded, limits: Limits, item: str = "video") -> VideoHeader:
@@ -120,8 +131,9 @@ def read_header(encoded: Encoded, limits: Limits, item: str = "video") -> VideoH
         rate = stream.average_rate
         count, discarded, first, last = 0, 0, None, None
         for packet in container.demux(stream):
-            if packet.size and packet.is_discard:
-                discarded += 1  # an edit list leaves it out
+            cancellation.check()
+            if packet.size and (packet.is_discard or _is_hidden(packet)):
+                discarded += 1  # an edit list leaves it out, or other frames only refer to it
             elif packet.size:
                 count += 1
                 if packet.pts is not None and packet.time_base is not None:
@@ -159,8 +171,10 @@ def read_header(encoded: Encoded, limits: Limits, item: str = "video") -> VideoH
     return header
 
 
-def decode(encoded: Encoded, header: VideoHeader, wanted: Sequence[int], item: str = "video") -> np.ndarray:
-    """Frames as a person sees them, upright: uint8 [wanted, height, width, 3].
+def decode(
+    encoded: Encoded, header: VideoHeader, wanted: Sequence[int], item: str = "video"
+) -> Iterator[np.ndarray]:
+    """Frames as a person sees them, upright, each uint8 [height, width, 3].
 
     Args:
         encoded: the file.
@@ -171,11 +185,11 @@ def decode(encoded: Encoded, header: VideoHeader, wanted: Sequence[int], item: s
     Raises:
         Undecodable: damaged data, or fewer frames than its packets promise.
     """
-    found = np.empty((len(wanted), header.height, header.width, 3), np.uint8)
     place = number = 0
     with opened(encoded, item, "a video") as container:
         stream = _track(container, encoded, item)
         for frame in container.decode(stream):
+            cancellation.check()
             if place == len(wanted):
                 break
             if frame.is_corrupt:
@@ -186,7 +200,7 @@ def decode(encoded: Encoded, header: VideoHeader, wanted: Sequence[int], item: s
                 )
             if number == wanted[place]:
                 pixels = np.rot90(frame.to_ndarray(format="rgb24"), frame.rotation // 90)
-                if pixels.shape != found.shape[1:]:
+                if pixels.shape != (header.height, header.width, 3):
                     raise Undecodable(
                         f"the header promises frames of {header.width} x {header.height} pixels, frame "
                         f"{number} has {pixels.shape[1]} x {pixels.shape[0]}",
@@ -194,7 +208,7 @@ def decode(encoded: Encoded, header: VideoHeader, wanted: Sequence[int], item: s
                         source=encoded.label,
                     )
                 while place < len(wanted) and number == wanted[place]:
-                    found[place] = pixels
+                    yield pixels
                     place += 1
             number += 1
     if place < len(wanted):
@@ -203,23 +217,52 @@ def decode(encoded: Encoded, header: VideoHeader, wanted: Sequence[int], item: s
             item=item,
             source=encoded.label,
         )
-    return found
 
 
-def write_lossless(frames: np.ndarray, fps: float) -> bytes:
-    """Frames uint8 [frames, height, width, 3] as an MP4 of FFV1, of which they can be had back bit for bit.
+def write_lossless(frames: Iterable[np.ndarray], fps: float, limits: Limits, item: str) -> bytes:
+    """Frames, each uint8 [height, width, 3], as an MP4 of FFV1, of which they can be had back bit for bit.
 
     The same frames give the same bytes.
+
+    Args:
+        frames: one at least.
+        fps: of them, between `SLOWEST` and `FASTEST`.
+        limits: of bytes; held while they are written.
+        item: which item of the sample, for messages.
+
+    Raises:
+        Undecodable: they differ in size, or no video can have it.
+        TooLarge: they come to more bytes than allowed.
     """
     import av
+    from av.error import FFmpegError
 
-    target = io.BytesIO()
+    target, size = io.BytesIO(), None
     with av.open(target, "w", format="mp4") as container:
         stream = container.add_stream("ffv1", rate=Fraction(fps).limit_denominator(1001))
-        stream.height, stream.width = frames.shape[1:3]
         stream.pix_fmt = "bgr0"
         for frame in frames:
-            container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
+            cancellation.check()
+            if size is None:
+                size = stream.height, stream.width = frame.shape[:2]
+            if frame.shape[:2] != size:
+                raise Undecodable(
+                    f"its frames have different sizes, {size[1]} x {size[0]} and {frame.shape[1]} x "
+                    f"{frame.shape[0]}: bring them to one",
+                    item=item,
+                )
+            try:
+                container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
+            except (FFmpegError, ValueError) as error:
+                raise Undecodable(
+                    f"frames of {size[1]} x {size[0]} pixels cannot be a video: {error}", item=item
+                ) from error
+            if target.tell() > limits.max_stream_bytes:
+                raise TooLarge(
+                    f"written losslessly its frames take more than {limits.max_stream_bytes} bytes: take "
+                    "fewer or smaller ones, pass a file, or raise Limits(max_stream_bytes=...)",
+                    item=item,
+                )
         container.mux(stream.encode(None))
     return target.getvalue()
 
@@ -227,6 +270,13 @@ def write_lossless(frames: np.ndarray, fps: float) -> bytes:
 def digest(encoded: Encoded) -> bytes:
     """A 16-byte hash of the file."""
     return hashlib.blake2b(encoded.data, digest_size=16).digest()
+
+
+def _is_hidden(packet: Packet) -> bool:
+    """Whether a packet holds a frame that is never shown; of other codecs they lie beside one that is."""
+    if packet.stream.codec_context.name not in ("vp8", "libvpx"):
+        return False
+    return not bytes(packet)[0] & 0x10  # show_frame (RFC 6386, section 9.1)
 
 
 def _track(container: InputContainer, encoded: Encoded, item: str) -> VideoStream:
@@ -253,19 +303,23 @@ def _quarter_turns(encoded: Encoded, item: str) -> int:
         return 0 if frame is None else frame.rotation // 90
 
 
-def _frames(source: Any, limits: Limits, item: str) -> np.ndarray:
-    """Bytes [frames, height, width, 3] of frames given one by one."""
-    if type(source).__module__.partition(".")[0] == "torch" and source.ndim == 4:
-        source = source.detach().cpu().numpy().transpose(0, 2, 3, 1)
-    if isinstance(source, np.ndarray):
-        if source.ndim != 4 or source.shape[3] != 3 or source.dtype != np.uint8:
+def _counted(source: Any, limits: Limits, item: str) -> int:
+    """How many frames are given one by one. Raises: as `resolve`."""
+    torch = type(source).__module__.partition(".")[0] == "torch"
+    if isinstance(source, np.ndarray) or torch:
+        shape: Sequence[int] = source.shape
+        channels = 3 if isinstance(source, np.ndarray) else 1
+        if len(shape) != 4 or shape[channels] != 3 or not str(source.dtype).endswith("uint8"):
             raise Undecodable(
                 "frames as an array are uint8 [frames, height, width, 3] (torch: channels before height), "
-                f"not {source.dtype} {list(source.shape)}",
+                f"not {source.dtype} {list(shape)}",
                 item=item,
             )
-        count, pixels = len(source), source.shape[1] * source.shape[2]
-    elif isinstance(source, Sequence):
+        count = int(shape[0])
+        pixels = math.prod(int(side) for place, side in enumerate(shape) if place not in (0, channels))
+        if count and not pixels:
+            raise Empty("the frames have no pixels", item=item)
+    elif isinstance(source, Sequence) and not isinstance(source, str | bytes | bytearray):
         count, pixels = len(source), 0
     else:
         raise SourceNotAllowed(
@@ -281,20 +335,17 @@ def _frames(source: Any, limits: Limits, item: str) -> np.ndarray:
             "take fewer or smaller ones, or raise Limits(max_frames=..., max_pixels=...)",
             item=item,
         )
-    if isinstance(source, np.ndarray):
-        if source.size == 0:
-            raise Empty("the frames have no pixels", item=item)
-        return np.ascontiguousarray(source)
-    pictures = [_picture(frame, limits, f"{item} frame {number}") for number, frame in enumerate(source)]
-    sizes = {picture.size for picture in pictures}
-    if len(sizes) > 1:
-        raise Undecodable(
-            f"its frames have different sizes, {sorted(sizes)[0]} and {sorted(sizes)[-1]}: bring them to one",
-            item=item,
-        )
-    return np.stack([np.asarray(picture) for picture in pictures])
+    return count
 
 
-def _picture(frame: Any, limits: Limits, item: str) -> Image.Image:
-    resolved = sources.resolve(frame, limits, item)
-    return images.decode(resolved, images.read_header(resolved, limits, item), item)
+def _frames(source: Any, limits: Limits, item: str) -> Iterator[np.ndarray]:
+    """The frames of what `_counted` let pass, each uint8 [height, width, 3]."""
+    for number, frame in enumerate(source):
+        if isinstance(source, np.ndarray):
+            yield np.ascontiguousarray(frame)
+        elif type(source).__module__.partition(".")[0] == "torch":
+            yield np.ascontiguousarray(frame.detach().cpu().numpy().transpose(1, 2, 0))
+        else:
+            label = f"{item} frame {number}"
+            resolved = sources.resolve(frame, limits, label)
+            yield np.asarray(images.decode(resolved, images.read_header(resolved, limits, label), label))

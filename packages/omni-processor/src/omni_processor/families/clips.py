@@ -8,7 +8,7 @@ Qwen3VLVideoProcessor and Qwen2VLVideoProcessor.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -117,12 +117,20 @@ def size_each(header: VideoHeader, frames: int, rules: ClipRules, budget: Budget
     return target_size(header.height, header.width, factor, min(least, most), most)
 
 
-def frames_to_patches(frames: np.ndarray, size: tuple[int, int], rules: PixelRules) -> np.ndarray:
-    """uint8 [frames, height, width, 3] to float32 [patches, values] at another size."""
-    pixels = frames.transpose(0, 3, 1, 2)
-    if pixels.shape[2:] != size:
-        pixels = resize(np.ascontiguousarray(pixels), size, rules.resample)
-    return patchify(pixels, rules)
+def frames_to_patches(
+    frames: Iterable[np.ndarray], count: int, size: tuple[int, int], rules: PixelRules
+) -> np.ndarray:
+    """`count` frames, each uint8 [height, width, 3], to float32 [patches, values] at another size.
+
+    They are taken one by one: what is kept of each is its patches.
+    """
+
+    def resized() -> Iterator[np.ndarray]:
+        for frame in frames:
+            pixels = frame.transpose(2, 0, 1)
+            yield pixels if pixels.shape[1:] == size else resize(pixels, size, rules.resample)
+
+    return patchify(resized(), count, size, rules)
 
 
 def read_clip_rules(

@@ -6,7 +6,7 @@ Equal to transformers' Qwen2VL image processor and to the pixel part of its vide
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,21 +81,24 @@ def resize(pixels: np.ndarray, size: tuple[int, int], resample: int) -> np.ndarr
     import torch
     from torch.nn.functional import interpolate
 
-    batch = torch.from_numpy(pixels.reshape(-1, *pixels.shape[-3:]))
+    batch = torch.from_numpy(np.ascontiguousarray(pixels).reshape(-1, *pixels.shape[-3:]))
     made = interpolate(batch, size=size, mode=_FILTERS[resample], align_corners=False, antialias=True)
     return made.numpy().reshape(*pixels.shape[:-2], *size)
 
 
-def patchify(frames: np.ndarray, rules: PixelRules) -> np.ndarray:
-    """Normalise and cut uint8 [frames, 3, height, width] to float32 [patches, 3 * temporal * patch * patch].
+def patchify(
+    frames: Iterable[np.ndarray], count: int, size: tuple[int, int], rules: PixelRules
+) -> np.ndarray:
+    """Normalise and cut `count` frames, each uint8 [3, height, width] of a size, to float32 [patches, 3 *
+    temporal * patch * patch].
 
     As many frames as the model takes together make a step in time; the last frame fills up the last step, so
     that one frame is a still image. Patches come step by step and merge block by merge block, row by row, so
     that the patches of one token are neighbours.
     """
     patch, merge, temporal = rules.patch_size, rules.merge_size, rules.temporal_patch_size
-    steps = -(-len(frames) // temporal)
-    rows, columns = frames.shape[2] // rules.factor, frames.shape[3] // rules.factor
+    steps = -(-count // temporal)
+    rows, columns = size[0] // rules.factor, size[1] // rules.factor
     # Levels are normalised as they are stored: (level - mean * 255) / (std * 255), as published.
     scale = np.float32(1 / rules.rescale_factor)
     mean = np.asarray(rules.mean, np.float32)[:, None] * scale
@@ -104,7 +107,7 @@ def patchify(frames: np.ndarray, rules: PixelRules) -> np.ndarray:
     for number, pixels in enumerate(frames):
         step, slot = divmod(number, temporal)
         # The last frame stands for those that are missing behind it.
-        until = slot + 1 if number + 1 < len(frames) else temporal
+        until = slot + 1 if number + 1 < count else temporal
         bands = pixels.reshape(3, rows, merge, patch, columns, merge, patch).swapaxes(0, 1)
         # A band of merge blocks at a time stays in the cache; reordering single bytes is cheaper than floats.
         for band, target in zip(bands, out[step], strict=True):
@@ -156,6 +159,18 @@ def read_rules(
     if rules.resample not in _FILTERS:
         raise ConfigError(
             f"resample is {rules.resample} in the preprocessor config; 2 (bilinear) and 3 (bicubic) are known"
+        )
+    if not (rules.rescale_factor > 0 and math.isfinite(1 / rules.rescale_factor)):
+        raise ConfigError(
+            f"rescale_factor is {rules.rescale_factor} in the preprocessor config; a number above 0 was "
+            "expected"
+        )
+    if not all(math.isfinite(mean) for mean in rules.mean) or not all(
+        0 < std < math.inf for std in rules.std
+    ):
+        raise ConfigError(
+            f"image_mean and image_std are {rules.mean} and {rules.std} in the preprocessor config; numbers "
+            "were expected, and deviations above 0: pixels are divided by them"
         )
     if not 0 < rules.min_pixels <= rules.max_pixels:
         raise ConfigError(

@@ -184,7 +184,7 @@ def image_item(image: Image.Image, plan: ItemPlan, rules: PixelRules) -> MediaIt
     pixels = np.array(image).transpose(2, 0, 1)
     if pixels.shape[1:] != plan.size:
         pixels = resize(pixels, plan.size, rules.resample)
-    values, grid = patchify(pixels[None], rules), np.array([plan.grid], np.int64)
+    values, grid = patchify([pixels], 1, plan.size, rules), np.array([plan.grid], np.int64)
     values.flags.writeable = grid.flags.writeable = False
     return {"kind": "image", "pixel_values": values, "image_grid_thw": grid}
 
@@ -192,7 +192,8 @@ def image_item(image: Image.Image, plan: ItemPlan, rules: PixelRules) -> MediaIt
 def video_item(clip: Clip, plan: ItemPlan, rules: PixelRules) -> MediaItem:
     """The arrays of a video without sound and times."""
     assert plan.size is not None
-    values, grid = frames_to_patches(clip.frames, plan.size, rules), np.array([plan.grid], np.int64)
+    values = frames_to_patches(clip.frames, len(plan.frames), plan.size, rules)
+    grid = np.array([plan.grid], np.int64)
     values.flags.writeable = grid.flags.writeable = False
     return {"kind": "video", "pixel_values_videos": values, "video_grid_thw": grid}
 
