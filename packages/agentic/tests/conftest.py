@@ -49,11 +49,11 @@ class ScriptedPolicy:
         self.generations: list[Generation] = []
         self.aborted: list[str] = []
 
-    def encode(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> Encoded:
+    async def encode(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> Encoded:
         ids = encode_messages(messages) + ([ROLES["assistant"]] if add_generation_prompt else [])
         return Encoded(np.array(ids, np.int32))
 
-    def encode_observation(
+    async def encode_observation(
         self, conversation: Sequence[Message], action: Action, observation: Observation
     ) -> Encoded:
         owed = [] if action.tokens[-1] == END_OF_TURN else [END_OF_TURN]

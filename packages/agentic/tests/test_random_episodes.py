@@ -39,10 +39,10 @@ class RandomPolicy:
         self.calls.append(("shown", encoded))
         return encoded
 
-    def encode(self, messages, *, add_generation_prompt):
+    async def encode(self, messages, *, add_generation_prompt):
         return self.encoded(1)
 
-    def encode_observation(self, conversation, action, observation):
+    async def encode_observation(self, conversation, action, observation):
         assert action.tokens.min() >= SAMPLED
         return self.encoded(0)
 

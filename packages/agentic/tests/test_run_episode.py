@@ -151,9 +151,9 @@ async def test_an_observation_is_encoded_after_the_conversation_before_its_turn(
     seen = []
 
     class Policy(policy_of):
-        def encode_observation(self, conversation, action, observation):
+        async def encode_observation(self, conversation, action, observation):
             seen.append(([message["content"] for message in conversation], action.text, observation.messages))
-            return super().encode_observation(conversation, action, observation)
+            return await super().encode_observation(conversation, action, observation)
 
     await play(echo_environment(), Policy(turns_of("a", "b", "bye")))
     assert seen == [

@@ -186,10 +186,10 @@ async def test_five_hundred_at_once_cost_little_a_turn(starts, echo_environment)
                 np.arange(64, dtype=np.int32), np.full(64, -1, np.float32), [(0, 0, 64)], "stop"
             )
 
-        def encode(self, messages, *, add_generation_prompt):
+        async def encode(self, messages, *, add_generation_prompt):
             return self.prompt
 
-        def encode_observation(self, conversation, action, observation):
+        async def encode_observation(self, conversation, action, observation):
             return self.observation
 
         def decode(self, tokens):

@@ -25,9 +25,15 @@ async def to_the_end[T](coroutine: Coroutine[Any, Any, T]) -> T:
 
 
 @asynccontextmanager
-async def within(seconds: float | None, limit: str) -> AsyncIterator[None]:
-    """A time limit, None for none, whose TimeoutError names it. One raised inside passes as it is."""
-    scope = asyncio.timeout(seconds)
+async def within(seconds: float | None, limit: str, until: float | None = None) -> AsyncIterator[None]:
+    """A time limit, None for none, whose TimeoutError names it. One raised inside passes as it is.
+
+    Args:
+        seconds: how long it is.
+        limit: its name.
+        until: when it is over, in the loop's time, if it began before.
+    """
+    scope = asyncio.timeout(seconds) if until is None else asyncio.timeout_at(until)
     try:
         async with scope:
             yield

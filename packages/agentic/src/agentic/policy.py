@@ -8,13 +8,17 @@ from .generation import Encoded, Generation, GenerationRequest
 
 
 class Policy(Protocol):
-    """Encodes, generates and decodes. One instance serves any number of episodes at once."""
+    """Encodes, generates and decodes. One instance serves any number of episodes at once, in one event loop.
 
-    def encode(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> Encoded:
+    Encoding must not hold that loop up: what takes long, such as decoding a video, belongs in a thread. The
+    time limit holds while it is awaited; it is cancelled when nobody waits for it any more.
+    """
+
+    async def encode(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> Encoded:
         """The ids of an opening conversation, followed by what makes the policy speak when asked for."""
         ...
 
-    def encode_observation(
+    async def encode_observation(
         self, conversation: Sequence[Message], action: Action, observation: Observation
     ) -> Encoded:
         """The ids between two of the policy's turns: exactly what follows `action.tokens`.

@@ -118,7 +118,9 @@ class _Run:
                 observation = await self.environment.reset(self.task)
         self.messages.extend(observation.messages)
         with self.stage("encode"):
-            transcript = TranscriptBuilder(self.policy.encode(self.messages, add_generation_prompt=True))
+            async with within(self.limits.max_seconds, "max_seconds", self.deadline):
+                prompt = await self.policy.encode(self.messages, add_generation_prompt=True)
+            transcript = TranscriptBuilder(prompt)
             if len(transcript) >= self.limits.max_tokens:
                 raise InvalidValue(
                     f"the prompt has {len(transcript)} tokens but max_tokens is {self.limits.max_tokens}; "
@@ -208,8 +210,12 @@ class _Run:
             return EpisodeEnd.DONE
         if self.turn + 1 >= self.limits.max_turns:
             return EpisodeEnd.MAX_TURNS
-        with self.stage("encode_observation"):
-            encoded = self.policy.encode_observation(conversation, action, step.observation)
+        try:
+            async with asyncio.timeout_at(self.deadline):
+                with self.stage("encode_observation"):
+                    encoded = await self.policy.encode_observation(conversation, action, step.observation)
+        except TimeoutError:
+            return EpisodeEnd.TIME_LIMIT
         if len(transcript) + len(encoded.tokens) >= self.limits.max_tokens:
             return EpisodeEnd.CONTEXT_FULL
         if self.seconds_left() == 0:

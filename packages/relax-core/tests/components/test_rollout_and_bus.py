@@ -1,6 +1,7 @@
 """Rollout between engines and bus: its groups take room step by step, and wait for it rather than fail."""
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from agentic import Generation, GenerationRequest
-from omni_processor import OmniProcessor
+from omni_processor import OmniProcessor, cancellation, videos
 from relax import schema
 from relax.backends.inference.base import FinishedGeneration, Health
 from relax.backends.tiny import write_tiny
@@ -68,11 +69,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny(tmp_path_factory.mktemp("model"))
 
 
-def rollout(config: Any, bus: Endpoint, folder: Path, model: Path, engine: Engine) -> tuple[Rollout, Reports]:
+def rollout(
+    config: Any, bus: Endpoint, folder: Path, model: Path, engine: Engine, rows: Sequence[Any] = ()
+) -> tuple[Rollout, Reports]:
     clock, reports = VersionClock(config.max_staleness), Reports("rollout")
     engines: Any = {"engine-0": engine}
-    context = RunContext(config, folder, model, bus, Endpoint(""))
-    source = PromptSource([{"prompt": f"say {n}"} for n in range(8)], config.data, config.seed)
+    context = RunContext(config, folder, model, bus, Endpoint(""), media=bool(rows))
+    source = PromptSource(rows or [{"prompt": f"say {n}"} for n in range(8)], config.data, config.seed)
     pool = EnginePool(engines, Coalescing, clock, 60.0)
     processor = OmniProcessor.from_pretrained(model)
     return Rollout(context, processor, source, pool, clock, Environments(config), 256, reports), reports
@@ -153,3 +156,52 @@ async def test_a_queue_that_stays_full_ends_rollout_by_name(
         BusFull, match=r"of step 0 found no room on the bus for 0.3 s .*queue.max_bytes = 2000"
     ):
         await asyncio.wait_for(loop.run(), 30)
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Videos are decoded once it is set."""
+    event, decode = threading.Event(), videos.decode
+
+    def waiting(*arguments: Any) -> Any:
+        while not event.wait(0.01):
+            cancellation.check()  # as between two frames
+        yield from decode(*arguments)
+
+    monkeypatch.setattr(videos, "decode", waiting)
+    return event
+
+
+@pytest.mark.parametrize("ends", [False, True])
+async def test_a_slow_video_holds_up_its_group_alone_and_not_the_end_of_a_run(
+    config: Config,
+    queue: Callable[..., Endpoint],
+    tmp_path: Path,
+    gate: threading.Event,
+    ends: bool,
+) -> None:
+    settings = config(*WORDS, "data.video_column=videos", "data.shuffle=false", "max_staleness=1")
+    film = np.random.default_rng(0).integers(0, 255, (4, 32, 64, 3)).astype(np.uint8)
+    rows = [{"prompt": f"say {n}", "videos": [film] * (n == 0)} for n in range(8)]
+    address, engine = queue(), Engine(slow=set())
+    model = write_tiny(tmp_path / "model", kind="qwen3_vl")
+    bus = await Bus.connect(address, settings, media=True)
+    loop, _ = rollout(settings, address, tmp_path / "a", model, engine, rows)
+    running = asyncio.ensure_future(loop.run())
+    try:
+        await until(bus.usage, lambda _: sorted(engine.answered) == [1, 1, 2, 2, 3, 3])
+        if ends:
+            running.cancel()
+            await asyncio.wait({running}, timeout=20)
+            assert running.cancelled()
+            assert not [one for one in threading.enumerate() if one.name.startswith("decoding")]
+        else:
+            gate.set()
+            await asyncio.wait_for(running, 30)
+            assert engine.answered[-2:] == [0, 0]
+            assert await put_so_far(bus) == 4
+    finally:
+        gate.set()
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        await bus.close()

@@ -7,6 +7,8 @@ from typing import Any
 
 import datasets
 import pytest
+from omni_processor import MediaError, OmniProcessor
+from relax.backends.tiny import write_tiny
 from relax.config import ConfigError
 from relax.config.inputs import DataSettings
 from relax.engine.prompts import BadRow, PromptSource, read_rows
@@ -63,7 +65,8 @@ def test_the_ordinal_counts_over_epochs_and_the_row_does_not() -> None:
         source.take()
 
 
-def test_a_broken_picture_in_the_data_is_a_bad_row(tmp_path: Path) -> None:
+def test_pictures_in_the_data_are_left_encoded_for_the_processor(tmp_path: Path) -> None:
+    """Rows are taken where episodes are run, and what is broken there is named as of any other source."""
     from PIL import Image
 
     whole = io.BytesIO()
@@ -75,10 +78,30 @@ def test_a_broken_picture_in_the_data_is_a_bad_row(tmp_path: Path) -> None:
     table.cast_column("image", datasets.Image()).to_parquet(str(tmp_path / "a.parquet"))
     settings = DataSettings(path=str(tmp_path / "a.parquet"), image_column="image", shuffle=False)
     source = PromptSource(read_rows(settings), settings, seed=0)
-    assert source.take().messages[0]["content"][0]["image"].size == (64, 64)
-    for row in (1, 2):
-        with pytest.raises(BadRow, match=rf"row {row} "):
-            source.take()
+    model = OmniProcessor.from_pretrained(write_tiny(tmp_path / "model", kind="qwen3_vl"))
+    for fault in (None, "cut off", "not an image"):
+        messages = source.take().messages
+        assert messages[0]["content"][0]["image"].keys() == {"bytes", "path"}
+        if fault is None:
+            assert model(messages).token_counts["image"] > 0
+        else:
+            with pytest.raises(MediaError, match=fault):
+                model(messages)
+
+
+def test_a_picture_that_datasets_brings_to_a_mode_is_left_to_it(tmp_path: Path) -> None:
+    from PIL import Image
+
+    whole = io.BytesIO()
+    Image.new("RGB", (64, 64), "red").save(whole, "PNG")
+    cells = [{"bytes": data, "path": None} for data in (whole.getvalue(), b"no picture")]
+    table = datasets.Dataset.from_dict({"prompt": ["a", "b"], "image": cells})
+    table.cast_column("image", datasets.Image(mode="L")).to_parquet(str(tmp_path / "a.parquet"))
+    settings = DataSettings(path=str(tmp_path / "a.parquet"), image_column="image", shuffle=False)
+    source = PromptSource(read_rows(settings), settings, seed=0)
+    assert source.take().messages[0]["content"][0]["image"].mode == "L"
+    with pytest.raises(BadRow, match="row 1 "):
+        source.take()
 
 
 def test_an_empty_field_of_a_json_file_is_not_taken_for_the_word_none(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import agentic
 from agentic.environments import environment_factory
-from omni_processor import OmniProcessor
+from omni_processor import Budget, OmniProcessor
 
 from relax.backends.routes import routing_of
 from relax.components.context import Closes, RunContext
@@ -37,7 +37,12 @@ def rollout(context: RunContext, engines: Mapping[str, ReplicaEngine], reports: 
     pool = engine_pool(context, engines, clock)
     return Rollout(
         context,
-        OmniProcessor.from_pretrained(context.model, family=config.model.family),
+        OmniProcessor.from_pretrained(
+            context.model,
+            family=config.model.family,
+            # What cannot leave room for an answer is refused before it is decoded.
+            budget=Budget(max_sample_tokens=context_length(context)),
+        ),
         PromptSource(read_rows(config.data), config.data, config.seed),
         pool,
         clock,

@@ -22,9 +22,10 @@ from relax.components.context import RunContext
 from relax.distributed.bus import Bus, Sample
 from relax.distributed.schedule import Record, read
 from relax.distributed.version_clock import VersionClock
+from relax.engine.decoding import Decoding
 from relax.engine.episode_routes import routes_of
 from relax.engine.pacing import Pacer, Slot
-from relax.engine.policy import Opening, SeatPolicy
+from relax.engine.policy import Encoder, Opening, SeatPolicy
 from relax.engine.pool import EnginePool, Replica, ReplicaEngine
 from relax.engine.prompts import BadRow, Prompt, PromptSource
 from relax.engine.router import RecordedPlacement, StaticPlacement
@@ -76,6 +77,8 @@ class Rollout:
         config = context.config
         self._context = context
         self._processor = processor
+        self._decoding = Decoding()
+        self._encoder = Encoder(processor, self._decoding)
         self._source = source
         self._pool = pool
         self._clock = clock
@@ -137,6 +140,7 @@ class Rollout:
             for task in self._running:
                 task.cancel()
             await asyncio.gather(*self._running, return_exceptions=True)
+            await self._decoding.close()
             await self._pool.close()
             await self._environments.close()
             await self._bus.close()
@@ -333,7 +337,7 @@ class Rollout:
 
     async def _episodes(self, start: Start) -> list[Episode]:
         party = Party(start.name, start.prompt.ordinal, start.slot.step, self._members)
-        opening, task = Opening(self._processor), task_of(start.prompt)
+        opening, task = Opening(self._encoder), task_of(start.prompt)
         members = [
             asyncio.create_task(
                 self._episode(
@@ -355,7 +359,7 @@ class Rollout:
             return await run_episode(
                 self._environments(),
                 task,
-                SeatPolicy(self._processor, opening, seat),
+                SeatPolicy(self._encoder, opening, seat),
                 limits=self._limits,
                 sampling=self._sampling,
                 request_id=f"{start.name}-{member:03d}",

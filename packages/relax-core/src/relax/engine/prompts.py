@@ -116,7 +116,7 @@ def prompt_of(rows: Sequence[Mapping[str, Any]], index: int, settings: DataSetti
         BadRow: the row cannot be read, lacks a column, or holds no text or messages where they should be.
     """
     try:
-        row = rows[index]  # a column of images is decoded here, and decoders raise whatever they like
+        row = rows[index]  # may be anybody's sequence, and raise whatever it likes
         if not isinstance(row, Mapping):
             raise ValueError(f"expected a mapping from columns to values, not {row!r:.80}")
         messages = messages_of(row, settings)
@@ -262,14 +262,14 @@ def read_rows(settings: DataSettings) -> Sequence[Mapping[str, Any]]:
 
 
 def _encoded(rows: Any, settings: DataSettings) -> Any:
-    """The rows with sounds and videos left encoded, which omni_processor decodes, and an engine may need."""
-    from datasets import Audio, List, Video
+    """The rows with their media left encoded: omni_processor decodes them, and not where rows are taken."""
+    from datasets import Audio, Image, List, Video
 
-    for column in (settings.audio_column, settings.video_column):
-        feature = rows.features.get(column) if column else None
+    for column in settings.media_columns.values():
+        feature = rows.features.get(column)
         inner = feature.feature if isinstance(feature, List) else feature
-        if column is None or not isinstance(inner, Audio | Video):
-            continue
+        if not isinstance(inner, Audio | Image | Video) or getattr(inner, "mode", None):
+            continue  # a picture that is to be brought to a mode is left to datasets
         left = type(inner)(decode=False)
         rows = rows.cast_column(column, List(left) if isinstance(feature, List) else left)
     return rows
