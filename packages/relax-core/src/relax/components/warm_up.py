@@ -2,7 +2,7 @@
 
 An environment that has a `demonstration(task)` shows how it is played; otherwise the answer column is
 imitated. The tokens are laid out exactly as an episode's transcript would be, so that what is learned is what
-will be sampled.
+will be sampled. A row that makes no demonstration is left out and told of, as rollout drops it.
 """
 
 from collections.abc import Sequence
@@ -11,13 +11,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from omni_processor import OmniProcessor
+from omni_processor import OmniProcessor, OmniProcessorError
 
 from relax.backends.train.base import Packed, TrainBackend, ragged
 from relax.components.context import RunContext
 from relax.config.base import ConfigError
 from relax.engine.policy import shown
-from relax.engine.prompts import Prompt, PromptSource, read_rows
+from relax.engine.prompts import BadRow, Prompt, PromptSource, read_rows
 from relax.engine.tasks import task_of
 from relax.ops.reports import Reports
 
@@ -35,6 +35,56 @@ class Demonstration:
     media: Sequence[Any]
 
 
+class NoDemonstration(ValueError):
+    """A row that shows nothing to imitate, or what no model can be trained on."""
+
+
+class Demonstrations:
+    """The demonstrations of the data's rows, each made once."""
+
+    def __init__(
+        self, source: PromptSource, processor: OmniProcessor, environment: Any, reports: Reports
+    ) -> None:
+        self._source = source
+        self._processor = processor
+        self._environment = environment
+        self._reports = reports
+        self._known: dict[int, Demonstration] = {}
+        self._bad: dict[int, str] = {}  # why rows make none
+
+    def drawn(self, draw: np.random.Generator, size: int, max_failures: int) -> list[Demonstration]:
+        """`size` of them at random; another is drawn in the place of a row that makes none.
+
+        Raises:
+            ConfigError: more than `max_failures` that were drawn one after the other make none, or none does.
+        """
+        chosen: list[Demonstration] = []
+        rows = len(self._source)
+        for first in draw.integers(0, rows, size):
+            ordinal, known = int(first), len(self._bad)
+            while not self._makes_one(ordinal):
+                found = len(self._bad) - known
+                if found > max_failures or len(self._bad) == rows:
+                    raise ConfigError(
+                        f"{found} of {rows} rows, one after the other, make no demonstration for the warm-up "
+                        f"(rollout.max_failures = {max_failures}); the last one: {self._bad[ordinal]}"
+                    )
+                ordinal = int(draw.integers(0, rows))
+            chosen.append(self._known[ordinal])
+        return chosen
+
+    def _makes_one(self, ordinal: int) -> bool:
+        if ordinal in self._known or ordinal in self._bad:
+            return ordinal in self._known
+        try:
+            prompt = self._source.prompt(ordinal)
+            self._known[ordinal] = demonstrate(self._processor, self._environment, prompt)
+        except (BadRow, NoDemonstration, OmniProcessorError) as error:
+            reason = self._bad[ordinal] = str(error)
+            self._reports.add("event", event="warm-up row left out", ordinal=ordinal, reason=reason)
+        return ordinal in self._known
+
+
 def warm_up(context: RunContext, backend: TrainBackend, reports: Reports) -> None:
     """Run the configured supervised steps on batches drawn by the run's seed."""
     from relax.components.assembly import Environments
@@ -44,23 +94,27 @@ def warm_up(context: RunContext, backend: TrainBackend, reports: Reports) -> Non
     rows = read_rows(config.data)
     source = PromptSource(rows, config.data, config.seed)
     processor = OmniProcessor.from_pretrained(context.model, family=config.model.family)
-    environment = Environments(config)()
-    known: dict[int, Demonstration] = {}
+    demonstrations = Demonstrations(source, processor, Environments(config)(), reports)
     draw = np.random.default_rng([config.seed, 0x5F7])
     for step in range(settings.steps):
-        chosen = [int(i) for i in draw.integers(0, len(rows), settings.batch_size)]
-        for ordinal in chosen:
-            if ordinal not in known:
-                known[ordinal] = demonstrate(processor, environment, source.prompt(ordinal))
-        loss = backend.supervised_step(packed([known[i] for i in chosen]), settings.lr)
+        chosen = demonstrations.drawn(draw, settings.batch_size, config.rollout.max_failures)
+        loss = backend.supervised_step(packed(chosen), settings.lr)
         if step % REPORT_EVERY == 0 or step + 1 == settings.steps:
             reports.add("event", event="warm-up", step=step + 1, of=settings.steps, loss=loss)
 
 
 def demonstrate(processor: OmniProcessor, environment: Any, prompt: Prompt) -> Demonstration:
-    """The transcript to imitate for one prompt."""
+    """The transcript to imitate for one prompt.
+
+    Raises:
+        NoDemonstration: there is no answer to imitate, or what is shown is no finite numbers.
+        OmniProcessorError: it cannot be encoded.
+        ConfigError: the environment demonstrates no turn of the policy.
+    """
     show = getattr(environment, "demonstration", None)
     if show is None:
+        if prompt.answer is None:
+            raise NoDemonstration(f"{prompt.key} has no answer to imitate")
         turns = [{"role": "assistant", "content": str(prompt.answer)}]
         opening = prompt.messages
     else:
@@ -95,6 +149,14 @@ def demonstrate(processor: OmniProcessor, environment: Any, prompt: Prompt) -> D
             media += shown(suffix)
             conversation += seen
         place = following
+    for number, item in enumerate(media):
+        for name, value in item.items():
+            # A sum is finite only if all are: an infinity or a NaN stays.
+            if isinstance(value, np.ndarray) and value.dtype.kind == "f" and not np.isfinite(value.sum()):
+                raise NoDemonstration(
+                    f"media item {number} of {prompt.key} has {name} that are no finite numbers, and no step "
+                    "could be taken on it"
+                )
     return Demonstration(np.concatenate(tokens), len(start.tokens), np.concatenate(mask), media)
 
 
