@@ -146,7 +146,7 @@ def test_what_requests_share_is_made_into_files_once_and_forgotten_with_it(rules
     assert all(mine is theirs for mine, theirs in zip(made, pictures.of(other), strict=True))
     del media, one, other
     gc.collect()
-    assert not pictures._known
+    assert not len(pictures._files)
 
 
 def test_several_pictures_in_one_item_are_several_files(rules, shown):

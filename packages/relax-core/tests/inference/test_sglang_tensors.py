@@ -102,7 +102,7 @@ def test_what_requests_share_is_packed_once_and_forgotten_with_it(vision_oracle,
     assert all(mine is theirs for mine, theirs in zip(one.items, other.items, strict=True))
     del media, one, other
     gc.collect()
-    assert not tensors._known
+    assert not len(tensors._packed)
 
 
 def test_a_masked_sound_is_sent_from_its_beginning(omni_oracle, attend):

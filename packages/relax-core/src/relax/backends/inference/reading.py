@@ -4,6 +4,7 @@ Items hold what transformers' processor made, under its names. They are read wit
 (`relax.backends.train.visuals`, `relax.backends.train.omni`), so that engines and trainers agree.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -109,7 +110,8 @@ class VisionReader:
             ("video", marks.video, "video_grid_thw"),
         ):
             grids = [item[grid].reshape(-1, 3) for item in items if grid in item]
-            _count(request, kind, token, sum(int(each.prod(1).sum()) for each in grids) // marks.merge**2)
+            patches = sum(int(each.prod(1).sum()) for each in grids)  # as many as there are rows of pixels
+            _count(request, kind, token, patches // marks.merge**2)
         try:
             visuals.require([torch.from_numpy(request.tokens)], [items], marks)
         except BatchError as error:
@@ -261,7 +263,8 @@ class _Items:
                 f"{whose}: {grid_name} is {grids.dtype} {grids.tolist()}; expected integers (time, height, "
                 f"width) above 0 in patches, height and width multiples of {self._merge}"
             )
-        wanted = (int(sides.prod(1).sum()), self._values)
+        # With Python's numbers: the product of a grid that lies may be more than int64 holds.
+        wanted = (sum(math.prod(grid) for grid in sides.tolist()), self._values)
         if pixels.shape != wanted or not np.issubdtype(pixels.dtype, np.floating):
             raise InvalidRequest(
                 f"{whose}: {name} is {pixels.dtype} {list(pixels.shape)}; {grid_name} {sides.tolist()} means "

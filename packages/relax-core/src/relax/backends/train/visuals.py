@@ -5,6 +5,7 @@ text that was shown. Qwen3-VL writes a time before every frame of a video, so th
 tokens for each of its frames where an image takes one.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -194,7 +195,7 @@ def require_patches(
             f"{names[1]} of row {row} is {listed}; expected (time, height, width) above 0, height and "
             f"width in multiples of {marks.merge} patches"
         )
-    patches = int(grids.prod(1).sum())
+    patches = sum(math.prod(grid) for grid in listed)  # of any size, where int64 would begin anew
     if pixels.shape != (patches, marks.values) or pixels.dtype.kind not in "fiu":
         raise BatchError(
             f"{names[0]} of row {row} has shape {pixels.shape} of {pixels.dtype}; {names[1]} {listed} means "

@@ -11,10 +11,10 @@ import base64
 import io
 import json
 import struct
-import weakref
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from agentic import GenerationRequest
 from PIL import Image
 
 from relax.backends.inference.errors import EngineError, InvalidRequest
+from relax.backends.inference.sglang.sharing import Shared
 
 FAMILIES = ("qwen3_vl", "qwen3_vl_moe")
 """Model types whose pictures SGLang knows by the bytes of their files, which is what `at_version` needs."""
@@ -137,7 +138,7 @@ class Pictures:
 
     def __init__(self, rules: PictureRules) -> None:
         self.rules = rules
-        self._known: dict[int, tuple[weakref.ref[np.ndarray], list[bytes]]] = {}
+        self._files: Shared[list[bytes]] = Shared()
 
     def of(self, request: GenerationRequest) -> list[bytes]:
         """The file of every picture, in order, of a request that `PictureRules.check` let pass.
@@ -148,19 +149,15 @@ class Pictures:
         found: list[bytes] = []
         for index, item in enumerate(request.media):
             pixels = np.asarray(item["pixel_values"])
-            known = self._known.get(id(pixels))
-            if known is None or known[0]() is not pixels:
-                files = self._made(request, index, pixels, np.asarray(item["image_grid_thw"]).reshape(-1, 3))
-                key = id(pixels)
-                known = weakref.ref(pixels, lambda _, key=key: self._known.pop(key, None)), files
-                self._known[key] = known
-            found += known[1]
+            grids = np.asarray(item["image_grid_thw"])
+            found += self._files.of([pixels, grids], partial(self._made, request, index, pixels, grids))
         return found
 
     def _made(
         self, request: GenerationRequest, index: int, pixels: np.ndarray, grids: np.ndarray
     ) -> list[bytes]:
         files: list[bytes] = []
+        grids = grids.reshape(-1, 3)
         ends = grids.prod(1).cumsum()
         for part, grid in zip(np.split(pixels, ends[:-1]), grids, strict=True):
             levels = self.rules.levels(part, grid)

@@ -17,7 +17,6 @@ import base64
 import hashlib
 import json
 import struct
-import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -28,6 +27,7 @@ from agentic import GenerationRequest
 
 from relax.backends.inference.errors import InvalidRequest
 from relax.backends.inference.reading import Placed, Reader
+from relax.backends.inference.sglang.sharing import Shared
 
 PREFIX = "data:application/x-relax-tensors;base64,"
 IN_SERVER = Path(__file__).parent / "in_server"
@@ -39,6 +39,7 @@ ENVIRONMENT = {
 }
 """Of a server: that it takes tensors, and hears sounds of any lengths beside each other."""
 
+_LENGTHS = ("feature_attention_mask", "audio_feature_lengths")
 _CHANNELS = 3
 _BLOCK = 64
 """Patches that are looked at together: what is made of them stays in a core's cache."""
@@ -87,7 +88,7 @@ class Tensors:
         self._reader = reader
         self._mean = np.asarray(mean, np.float32)[:, None]
         self._std = np.asarray(std, np.float32)[:, None]
-        self._known: dict[int, tuple[weakref.ref[np.ndarray], str]] = {}
+        self._packed: Shared[str] = Shared()
 
     def check(self, request: GenerationRequest) -> None:
         """Refuse a request that cannot be shown to a server.
@@ -112,16 +113,10 @@ class Tensors:
     def _item(self, item: Mapping[str, Any]) -> str:
         names = ("pixel_values", "pixel_values_videos", "input_features")
         arrays = {name: np.asarray(item[name]) for name in names if name in item}
-        first = next(iter(arrays.values()))
-        known = self._known.get(id(first))
-        if known is None or known[0]() is not first:
-            key = id(first)
-            known = (
-                weakref.ref(first, lambda _, key=key: self._known.pop(key, None)),
-                self._pack(arrays, item),
-            )
-            self._known[key] = known
-        return known[1]
+        # All that is packed depends on: arrays may be shared one by one, such as the frames of a video that
+        # is shown with its sound and without.
+        told = [*arrays.values(), *(np.asarray(item[name]) for name in _LENGTHS if name in item)]
+        return self._packed.of(told, lambda: self._pack(arrays, item))
 
     def _pack(self, arrays: Mapping[str, np.ndarray], item: Mapping[str, Any]) -> str:
         packed: dict[str, np.ndarray] = {}

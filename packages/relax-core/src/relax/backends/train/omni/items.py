@@ -10,6 +10,7 @@ An item is a mapping of arrays under the names that transformers' Qwen3-Omni pro
     video with its own sound, whose tokens lie between each other: the arrays of both, equally many
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -124,11 +125,11 @@ def _pictures(
         raise BatchError(
             f"{grid_name} of row {row} is {given.tolist()}; expected (time, height, width) above 0 for each"
         )
-    patches = grids.prod(1)
-    if pixels.ndim != 2 or len(pixels) != patches.sum():
+    patches = [math.prod(grid) for grid in grids.tolist()]  # of any size, where int64 would begin anew
+    if pixels.ndim != 2 or len(pixels) != sum(patches):
         raise BatchError(
             f"{pixels_name} of row {row} has shape {pixels.shape}; {grid_name} {grids.tolist()} means "
-            f"{patches.sum()} patches"
+            f"{sum(patches)} patches"
         )
     seconds: list[float | None] = [None] * len(grids)
     if seconds_name:
@@ -139,7 +140,7 @@ def _pictures(
                 f"each of {len(grids)} videos"
             )
         seconds = list(told.tolist())
-    parts = np.split(pixels, patches.cumsum()[:-1])
+    parts = np.split(pixels, np.cumsum(patches)[:-1])
     return [
         Picture(part, (int(t), int(h), int(w)), second)
         for part, (t, h, w), second in zip(parts, grids, seconds, strict=True)
@@ -165,13 +166,14 @@ def _sounds(row: int, arrays: Mapping[str, NDArray[Any]]) -> list[Sound]:
             )
         found = [part[:, kept] for part, kept in zip(features, mask, strict=True)]
     else:
-        lengths = arrays["audio_feature_lengths"].reshape(-1).astype(np.int64)
-        if len(lengths) != len(features) or (lengths > frames).any():
+        lengths = arrays["audio_feature_lengths"].reshape(-1)
+        whole = lengths.dtype.kind in "iu"
+        if not whole or len(lengths) != len(features) or (lengths > frames).any():
             raise BatchError(
-                f"audio_feature_lengths of row {row} is {lengths.tolist()}; input_features has "
-                f"{len(features)} sounds of at most {frames} frames"
+                f"audio_feature_lengths of row {row} is {lengths.dtype} {lengths.tolist()}; whole numbers "
+                f"were expected, as input_features has {len(features)} sounds of at most {frames} frames"
             )
-        found = [part[:, : max(0, length)] for part, length in zip(features, lengths, strict=True)]
+        found = [part[:, : max(0, int(length))] for part, length in zip(features, lengths, strict=True)]
     if any(mel.shape[1] == 0 for mel in found):
         raise BatchError(f"a sound of row {row} has no frame; leave out what is silent from its very start")
     return [Sound(mel) for mel in found]

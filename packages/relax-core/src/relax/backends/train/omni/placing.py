@@ -20,6 +20,10 @@ Places = NDArray[np.int64]
 Positions = NDArray[np.float32]
 
 
+FARTHEST = 2**24
+"""Positions are float32, which tells whole numbers apart up to here."""
+
+
 @dataclass(frozen=True)
 class Reading:
     """What a thinker's config says about its placeholders.
@@ -134,6 +138,13 @@ def _require_sized(row: int, number: int, shown: Shown, reading: Reading) -> Non
             else ("pixel_values_videos", "video_grid_thw")
         )
         require_patches(row, names, picture.pixels, np.asarray([picture.grid]), reading)
+        last = (picture.grid[0] - 1) * (picture.seconds or 0.0) * reading.rate
+        if last >= FARTHEST:
+            raise BatchError(
+                f"item {number} of row {row}, {shown.kind}, has {picture.grid[0]} steps in time of "
+                f"{picture.seconds:g} seconds each, which puts the last one at position {last:g}; below "
+                f"{FARTHEST} were expected, as positions beyond it are no longer told apart"
+            )
     if (sound := shown.sound) is not None and len(sound.mel) != reading.bins:
         raise BatchError(
             f"item {number} of row {row}, {shown.kind}, has {len(sound.mel)} mel bins; this model hears "
