@@ -105,6 +105,7 @@ class Intake:
                 return None
             self.raise_if_unusable()
             given.append(slot)
+            slot.turns += 1
             slot.state = SlotState.HELD
             if slot.target.version >= self._taken:
                 self._taken, self._taken_roots = slot.target.version, slot.target.roots

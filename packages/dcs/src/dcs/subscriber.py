@@ -237,7 +237,7 @@ class Subscriber:
             if self._intake.take(after, timeout, given) is None:
                 return None
             slot = given[0]
-            target = slot.target
+            target, turn = slot.target, slot.turns
             return Staged(
                 target.version,
                 target.epoch,
@@ -247,7 +247,7 @@ class Subscriber:
                 slot.wire,
                 slot.from_ranks,
                 slot.from_peers,
-                lambda staged, outcome, pause: self._settle(staged, slot, outcome, pause),
+                lambda staged, outcome, pause: self._settle(staged, slot, turn, outcome, pause),
             )
         except BaseException:  # interrupted: nobody looks at it
             with self._intake.changed:
@@ -390,23 +390,28 @@ class Subscriber:
     # What the caller's threads use.
 
     def _settle(
-        self, staged: Staged, slot: Slot, outcome: Literal["acked", "released"], pause: float
+        self, staged: Staged, slot: Slot, turn: int, outcome: Literal["acked", "released"], pause: float
     ) -> None:
+        """Any step may be the last of a call that is interrupted, so that the next call does them all."""
         self._raise_if_forked()
         with self._intake.changed:
-            before = staged.outcome
-            if before is not None:
-                if before == "released" and outcome == "acked":
-                    raise Unacknowledged(
-                        f"version {staged.version} was released before it was acknowledged; ask next() for"
-                        " it again"
-                    )
-                return
-            staged.outcome = outcome
-            self._intake.settle(slot, outcome)
+            if staged.outcome == "released" and outcome == "acked":
+                raise Unacknowledged(
+                    f"version {staged.version} was released before it was acknowledged; ask next() for"
+                    " it again"
+                )
+            staged.outcome = outcome = staged.outcome or outcome
+            if slot.state is SlotState.HELD and slot.turns == turn:
+                self._intake.settle(slot, outcome)
+            self._intake.changed.notify_all()
             if outcome == "released" or self._intake.stopped:
                 return
-            acked = self._acked = Acked(staged.epoch, staged.version, staged.transfer_seconds, pause)
+            if self._acked is None or (self._acked.epoch, self._acked.version) < (
+                staged.epoch,
+                staged.version,
+            ):
+                self._acked = Acked(staged.epoch, staged.version, staged.transfer_seconds, pause)
+            acked = self._acked
         self._link.report(acked=acked)
 
     def _raise_if_forked(self) -> None:

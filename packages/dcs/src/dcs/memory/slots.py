@@ -21,7 +21,9 @@ class SlotState(enum.Enum):
 
 @dataclass(eq=False)
 class Slot:
-    """One version here, and how it came. `mirror`: the same on the device, where there is one."""
+    """One version here, and how it came. `mirror`: the same on the device, where there is one; `turns`: how
+    often it was given out.
+    """
 
     copy: Copy
     target: Announcement
@@ -31,6 +33,7 @@ class Slot:
     from_ranks: int = 0
     from_peers: int = 0
     mirror: DeviceMirror | None = None
+    turns: int = 0
 
     def is_of(self, target: Announcement) -> bool:
         """Whether it has (or is getting) exactly these weights as this version."""
