@@ -6,11 +6,13 @@ usage() {
   cat <<'EOF'
 usage: scripts/entrypoint/ray-job.sh CONFIG.yaml [key=value ...]
 
-Submits a run as a Ray job. Its driver runs on the head node, the roles wherever the cluster has room. The nodes
-need relax in the environment that their Ray runs in (docker/Dockerfile makes one), the same paths for model,
-data and run folder, and a network on which they reach each other.
+Submits a run as a Ray job and follows what it says; ends with 1 when the run fails. Ctrl-C ends the following
+and not the job. Its driver runs on the head node, the roles wherever the cluster has room. The nodes need relax in
+the environment that their Ray runs in (docker/Dockerfile makes one), the same paths for model, data and run
+folder, and a network on which they reach each other.
 
   RAY_ADDRESS       of the dashboard, http://HEAD:8265 (default http://127.0.0.1:8265)
+  JOB_ID            a name for the job (default: made of the time)
   JOB_ENV           names of environment variables to hand on, separated by spaces (such as "HF_HOME")
   WORKDIR           folder on the nodes that relative paths start from (default: this checkout's path)
   RELAX_DOCTOR=1    do not submit: say what would run where and what is wrong (also: --dry-run)
@@ -22,6 +24,8 @@ EOF
 # shellcheck source=scripts/entrypoint/words.sh
 source "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/words.sh"
 read_words "$@"
+# shellcheck source=scripts/entrypoint/ending.sh
+source "$root/scripts/entrypoint/ending.sh"
 
 if [ "$dry" != 0 ]; then
   relax=$(command_of RELAX relax)
@@ -37,9 +41,12 @@ for name in ${JOB_ENV:-}; do
   fi
   variables+=("$name")
 done
+# Ray stops a job by a signal to each of its processes, and kills them 3 s later. SIGINT is the one that the queue
+# leaves to its run, which takes up to a minute and a half for a checkpoint and its end.
 runtime=$(python3 -c '
 import json, os, sys
-print(json.dumps({"env_vars": {name: os.environ[name] for name in sys.argv[1:]}}))
+stop = {"RAY_JOB_STOP_SIGNAL": "SIGINT", "RAY_JOB_STOP_WAIT_TIME_S": "120"}
+print(json.dumps({"env_vars": stop | {name: os.environ[name] for name in sys.argv[1:]}}))
 ' ${variables[@]+"${variables[@]}"})
 
 address=${RAY_ADDRESS:-http://127.0.0.1:8265}
@@ -64,7 +71,18 @@ fi
 # The words are quoted for the shell that starts the driver.
 printf -v quoted '%q ' "${words[@]}"
 printf -v folder '%q' "${WORKDIR:-$root}"
-exec "$ray" job submit \
+job=${JOB_ID:-relax-$(date +%Y%m%d-%H%M%S)-$$}
+${tied[@]+"${tied[@]}"} "$ray" job submit \
   --address "$address" \
+  --submission-id "$job" \
   --runtime-env-json "$runtime" \
-  -- bash -c "cd $folder && exec relax train ${quoted}ray.address=auto"
+  -- bash -c "cd $folder && exec relax train ${quoted}ray.address=auto" &
+own=$!
+hand_on "$own"
+await_end "$own"
+if [ "$told" -gt 0 ]; then
+  echo "${0##*/}: the job goes on; follow it: $ray job logs --address $address --follow $job; stop it: $ray job stop" \
+    "--address $address $job" >&2
+  exit 130
+fi
+exit "$status"

@@ -15,6 +15,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from relax.components.context import RunContext
 from relax.orchestration.cluster import Daemons
 from relax.orchestration.launcher import Poll, RoleFailed, WorkerStatus
+from relax.orchestration.lifeline import Lifeline
 from relax.orchestration.placement import bundles
 from relax.orchestration.plan import SERVICE_CPUS, Plan
 from relax.orchestration.service import RoleService, ServiceStatus
@@ -41,6 +42,7 @@ class RayLauncher:
         self._away: frozenset[str] = frozenset()
         self._ready = False
         self._group: PlacementGroup | None = None
+        self._lifeline: Any | None = None
 
     def _name(self, role: str) -> str:
         return f"{self._context.run}-{role}"
@@ -70,6 +72,8 @@ class RayLauncher:
 
     def _deploy(self) -> None:
         options = self._placement()
+        if self._context.config.ray.address is not None:
+            self._lifeline = ray.remote(Lifeline).options(num_cpus=0).remote()
         targets = [
             serve.RunTarget(
                 target=serve.deployment(
@@ -77,7 +81,7 @@ class RayLauncher:
                     ray_actor_options={"num_cpus": SERVICE_CPUS},
                     health_check_period_s=10,
                     health_check_timeout_s=30,
-                )(RoleService).bind(role, self._context, options),
+                )(RoleService).bind(role, self._context, options, self._lifeline),
                 name=self._name(role.name),
                 route_prefix=None,
             )

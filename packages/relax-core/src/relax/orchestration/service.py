@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
+from ray import serve
 from ray.exceptions import RayActorError, RayTaskError
 
 from relax.backends.inference.errors import EngineLost
@@ -19,6 +20,9 @@ from relax.orchestration.engine_keeper import EngineKeeper
 from relax.orchestration.launcher import State, WorkerStatus
 from relax.orchestration.plan import RolePlan
 from relax.orchestration.worker import RoleWorker, process_died
+
+ALONE_SECONDS = 10.0
+"""Longest tidy end of workers whose run was killed; then they are killed too."""
 
 
 @dataclass(frozen=True)
@@ -39,8 +43,20 @@ class RoleService:
     failed for good.
     """
 
-    def __init__(self, role: RolePlan, context: RunContext, options: dict[str, dict[str, Any]]) -> None:
-        """`options` of Ray for workers by name, beside what the plan says that they reserve."""
+    def __init__(
+        self,
+        role: RolePlan,
+        context: RunContext,
+        options: dict[str, dict[str, Any]],
+        lifeline: Any | None = None,
+    ) -> None:
+        """
+        Args:
+            role: whose workers these are.
+            context: what they are told.
+            options: of Ray for workers by name, beside what the plan says that they reserve.
+            lifeline: the `Lifeline` of a driver on a Ray that is only visited.
+        """
         self._role = role
         self._incarnation = uuid.uuid4().hex
         self._context = context
@@ -70,6 +86,7 @@ class RoleService:
         self._leader = loop.create_task(self._rendezvous()) if role.ranks else None
         self._watchers += [loop.create_task(self._watch_rank(name)) for name in role.ranks]
         self._watchers += [loop.create_task(keeper.run()) for keeper in self._keepers.values()]
+        self._alone = None if lifeline is None else loop.create_task(self._end_with(lifeline))
 
     def _create(
         self, name: str, pool: dict[str, Any] | None = None, context: RunContext | None = None
@@ -156,6 +173,13 @@ class RoleService:
         name = self._role.name
         if self._states[name].state in ("starting", "running"):
             await self._workers[name].stop.remote()
+
+    async def _end_with(self, lifeline: Any) -> None:
+        """End when the driver is gone, who else would have ended this."""
+        with contextlib.suppress(RayActorError):
+            await lifeline.wait.remote()
+        await self.end(ALONE_SECONDS)
+        await asyncio.to_thread(serve.delete, serve.get_replica_context().app_name, _blocking=False)
 
     async def end(self, timeout: float) -> None:
         """Stop every worker and wait until they have let go of what they hold."""
