@@ -237,10 +237,20 @@ class Rollout:
         placement = self._pool.placement
         assert isinstance(placement, RecordedPlacement)
         assert self._context.replay is not None
-        for entry in read(self._context.replay / "rollout.jsonl"):
-            if entry["event"] != "start":
-                continue
+        entries = [
+            entry
+            for entry in read(self._context.replay / "rollout.jsonl")
+            if entry["event"] in ("start", "drop")
+        ]
+        dropped = {(entry["ordinal"], entry["step"]) for entry in entries if entry["event"] == "drop"}
+        for entry in entries:
             ordinal, step = entry["ordinal"], entry["step"]
+            if (ordinal, step) in dropped:  # nothing came of it but that its slot went to another
+                if entry["event"] == "start":
+                    self._pacer.start(ordinal)
+                elif ordinal in self._pacer.running:
+                    self._pacer.failed(ordinal)
+                continue
             if (replica := placement.groups.get(f"{ordinal:08d}")) is not None:
                 await self._pool.wait_may_start(step, replica)
             else:
