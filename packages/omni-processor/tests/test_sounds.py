@@ -90,6 +90,7 @@ def test_a_decoded_datasets_cell_is_read(omni, wave):
         ("WAV", "PCM_24", 1e-6),
         ("WAV", "FLOAT", 1e-6),
         ("CAF", "PCM_16", 1e-6),
+        ("NIST", "PCM_16", 1e-6),
         ("OGG", "VORBIS", 0.5),
         ("MP3", "MPEG_LAYER_III", 0.7),
     ],

@@ -34,7 +34,7 @@ MAX_CHANNELS = 16
 MAX_SAMPLES = 2**29
 """Of all channels together, whatever the rate: two GiB as numbers, three hours of stereo at 24 kHz."""
 
-FORMATS = ("WAV", "WAVEX", "RF64", "W64", "FLAC", "OGG", "MP3", "AIFF", "AU", "CAF")
+FORMATS = ("WAV", "WAVEX", "RF64", "W64", "FLAC", "OGG", "MP3", "AIFF", "AU", "CAF", "NIST")
 """What libsndfile reads here. Of the rest that it knows, some are of programs long gone, and hardly tried."""
 
 LOUDEST = 100.0

@@ -17,10 +17,12 @@ from relax.components.assembly import Environments
 from relax.components.context import RunContext
 from relax.components.rollout import Rollout
 from relax.distributed.bus import Bus, BusFull, Endpoint
+from relax.distributed.schedule import placements
 from relax.distributed.version_clock import VersionClock
 from relax.engine.batching import Coalescing
 from relax.engine.pool import EnginePool
 from relax.engine.prompts import PromptSource
+from relax.engine.router import RecordedPlacement, Router
 from relax.ops.reports import Reports
 
 Config = Callable[..., Any]
@@ -70,13 +72,20 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def rollout(
-    config: Any, bus: Endpoint, folder: Path, model: Path, engine: Engine, rows: Sequence[Any] = ()
+    config: Any,
+    bus: Endpoint,
+    folder: Path,
+    model: Path,
+    engine: Engine,
+    rows: Sequence[Any] = (),
+    replay: Path | None = None,
 ) -> tuple[Rollout, Reports]:
     clock, reports = VersionClock(config.max_staleness), Reports("rollout")
     engines: Any = {"engine-0": engine}
-    context = RunContext(config, folder, model, bus, Endpoint(""), media=bool(rows))
+    context = RunContext(config, folder, model, bus, Endpoint(""), media=bool(rows), replay=replay)
     source = PromptSource(rows or [{"prompt": f"say {n}"} for n in range(8)], config.data, config.seed)
-    pool = EnginePool(engines, Coalescing, clock, 60.0)
+    placement = None if replay is None else RecordedPlacement(*placements(replay / "rollout.jsonl"))
+    pool = EnginePool(engines, Coalescing, clock, 60.0, placement=placement or Router())
     processor = OmniProcessor.from_pretrained(model)
     return Rollout(context, processor, source, pool, clock, Environments(config), 256, reports), reports
 
@@ -205,3 +214,18 @@ async def test_a_slow_video_holds_up_its_group_alone_and_not_the_end_of_a_run(
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
         await bus.close()
+
+
+async def test_a_replay_leaves_out_a_group_that_was_dropped_after_it_was_started(
+    config: Config, queue: Callable[..., Endpoint], tmp_path: Path
+) -> None:
+    settings = config(*WORDS, "data.video_column=videos", "data.shuffle=false", "max_staleness=1")
+    rows = [{"prompt": f"say {n}", "videos": [b"no video"] * (n in (1, 3))} for n in range(8)]
+    model = write_tiny(tmp_path / "model", kind="qwen3_vl")
+    made = []
+    for name, replay in (("a", None), ("b", tmp_path / "a" / "schedule" / "segment-0")):
+        engine = Engine(slow=set())
+        loop, _ = rollout(settings, queue(), tmp_path / name, model, engine, rows, replay)
+        await asyncio.wait_for(loop.run(), 30)
+        made.append(sorted(engine.answered))
+    assert made == [[0, 0, 2, 2, 4, 4, 5, 5]] * 2
