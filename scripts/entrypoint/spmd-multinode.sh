@@ -27,6 +27,8 @@ EOF
 # shellcheck source=scripts/entrypoint/words.sh
 source "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/words.sh"
 read_words "$@"
+# shellcheck source=scripts/entrypoint/ending.sh
+source "$root/scripts/entrypoint/ending.sh"
 
 relax=$(command_of RELAX relax)
 
@@ -60,24 +62,51 @@ fi
 # Ray runs what it is sent, so only who knows the token may send: RAY_AUTH_TOKEN, the file RAY_AUTH_TOKEN_PATH, or
 # ~/.ray/auth_token, which rank 0 makes when there is none. A node that does not share it cannot join.
 export RAY_AUTH_MODE=${RAY_AUTH_MODE:-token}
+# When a run has ended there is nothing to wait for on its nodes, which Ray does for half a minute.
+export RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S=${RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S:-0}
 
 listens() { timeout 5 bash -c "exec 3<>/dev/tcp/$head/$port" 2>/dev/null; }
 
-await_head() { # Until the Ray of rank 0 listens.
+await_head() { # [PID]: until the Ray of rank 0 listens, or that process, which is to make it listen, has ended
   local deadline=$((SECONDS + join))
   until listens; do
+    if [ -n "${1:-}" ] && ! kill -0 "$1" 2>/dev/null; then
+      echo "spmd-multinode.sh: Ray did not start on $head:$port; it says why above" >&2
+      exit 69
+    fi
     if [ "$SECONDS" -ge "$deadline" ]; then
-      echo "spmd-multinode.sh: rank 0 did not listen on $head:$port for $join s" >&2
+      echo "spmd-multinode.sh: rank 0 did not listen on $head:$port for $join s (JOIN_SECONDS)" >&2
       exit 69
     fi
     sleep 2
   done
 }
 
+leave_with_head() { # PID: ends it when rank 0 has not listened for 10 s; by itself Ray keeps the node for a minute
+  local missed=0
+  while [ "$missed" -lt 5 ] && kill -0 $$ 2>/dev/null; do
+    sleep 2
+    if listens; then missed=0; else missed=$((missed + 1)); fi
+  done
+  kill -TERM "$1" 2>/dev/null || true
+}
+
+# What this node is and has: rank 0 holds the others' against its own.
+labels=$("$relax" node "$rank" "${words[@]}")
+
 if [ "$rank" -ne 0 ]; then
   await_head
-  status=0
-  "$ray" start --address "$head:$port" --block || status=$?
+  ${tied[@]+"${tied[@]}"} "$ray" start --address "$head:$port" --labels "$labels" --block &
+  own=$!
+  hand_on "$own"
+  leave_with_head "$own" &
+  watcher=$!
+  trap 'kill "$watcher" 2>/dev/null || true' EXIT
+  await_end "$own"
+  if [ "$told" -gt 0 ]; then
+    echo "spmd-multinode.sh: node $rank was told to end" >&2
+    exit 143
+  fi
   # Its Ray ends with a fault when that of rank 0 is gone, which is the ordinary end of a run.
   if listens; then
     echo "spmd-multinode.sh: node $rank left while rank 0 goes on (status $status)" >&2
@@ -88,17 +117,22 @@ if [ "$rank" -ne 0 ]; then
 fi
 
 if listens; then
-  echo "spmd-multinode.sh: something listens on $head:$port already; choose another MASTER_PORT" >&2
+  echo "spmd-multinode.sh: something listens on $head:$port already; choose another MASTER_PORT, or is another" \
+    "node's NODE_RANK 0 too?" >&2
   exit 69
 fi
 if [ "$RAY_AUTH_MODE" = token ] && [ -z "${RAY_AUTH_TOKEN:-}${RAY_AUTH_TOKEN_PATH:-}" ]; then
   "$ray" get-auth-token --generate >/dev/null
 fi
 # In the background, so that this Ray and no other of the machine is ended with the run.
-"$ray" start --head --node-ip-address "$head" --port "$port" --include-dashboard false \
-  --disable-usage-stats --block &
+${tied[@]+"${tied[@]}"} "$ray" start --head --node-ip-address "$head" --port "$port" --labels "$labels" \
+  --include-dashboard false --disable-usage-stats --block &
 own=$!
 trap 'kill "$own" 2>/dev/null || true; wait "$own" || true' EXIT
-await_head
+await_head "$own"
 # The run waits until the nodes have joined: for as long as ray.start_seconds says.
-"$relax" train "${words[@]}" "ray.address=$head:$port" "ray.host=$head"
+${tied[@]+"${tied[@]}"} "$relax" train "${words[@]}" "ray.address=$head:$port" "ray.host=$head" "ray.nodes=$nodes" &
+run=$!
+hand_on "$run"
+await_end "$run"
+exit "$status"

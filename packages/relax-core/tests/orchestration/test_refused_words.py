@@ -23,11 +23,13 @@ REFUSED = {
     "model.tiny={hidden_size: -4}": "model.tiny.hidden_size = -4: Input should be greater than 0",
     "rollout.max_new_tokens=4000": "leaves no room for a prompt in the model's context of 2048 tokens",
     "model.context_length=4000": "model.context_length = 4000 is more than the 2048 tokens of the model",
+    "actor.lora.rank=2 actor.lora.targets=[qkv]": "actor.lora.targets names ['qkv'], and the model has no",
     "actor.freeze=[vision]": "actor.freeze names 'vision', and the model (qwen3) has language only",
     "rollout.engine=sglang rollout.sglang.tensor_parallel=3": "does not divide the model's num_at",
     "actor.backend=megatron actor.pipeline_parallel=3 ray.num_cpus=9": "does not divide the model's num_h",
     "run.root=/proc/nowhere": "run.root = '/proc/nowhere': no folder can be made in /proc",
     "run.root=/dev/null/runs": "run.root = '/dev/null/runs': no folder can be made in /dev/null",
+    "ray.nodes=2": "ray.nodes = 2 is for a Ray with a ray.address that launcher = ray visits",
     "ray.address=127.0.0.1:1": "ray.address = '127.0.0.1:1': no Ray is reached there",
 }
 

@@ -17,6 +17,7 @@ def check(config: RunConfig) -> None:
         *parallel_faults(config.actor.backend, config.actor),
         *_lora(config),
         *_sglang(config),
+        *_ray(config),
     ]
     if faults:
         raise ConfigError("this configuration cannot run:\n  " + "\n  ".join(faults))
@@ -134,6 +135,15 @@ def _lora(config: RunConfig) -> list[str]:
             f"actor.lora.sync=merged or actor.data_parallel=1"
         )
     return faults
+
+
+def _ray(config: RunConfig) -> list[str]:
+    if config.ray.nodes is None or (config.launcher == "ray" and config.ray.address is not None):
+        return []
+    return [
+        f"ray.nodes = {config.ray.nodes} is for a Ray with a ray.address that launcher = ray visits; "
+        f"another one has one node; leave it out, or set ray.nodes=null"
+    ]
 
 
 def _sglang(config: RunConfig) -> list[str]:

@@ -79,6 +79,10 @@ class RaySettings(Settings):
     """With `address`: where this machine is reached by the other nodes, and its queue and weight coordinator
     listen, behind a token; found by itself when not given. Without, they listen on loopback.
     """
+    nodes: int | None = Field(default=None, ge=1)
+    """With `address`: wait for as many nodes, up to `start_seconds`. `spmd-multinode.sh` sets it; its nodes
+    also have to have the same code and words.
+    """
     num_cpus: int | None = Field(default=None, ge=1)
     """CPUs of the embedded Ray; those of the machine when not given."""
     cpus_per_worker: float = Field(default=0.2, gt=0)

@@ -175,6 +175,23 @@ def doctor(
     )
 
 
+@app.command()
+def node(
+    rank: Annotated[int, typer.Argument(help="Which node this is, from 0.", min=0)],
+    words: Words = None,
+) -> None:
+    """Print what `ray start --labels` takes for this node; used by scripts/entrypoint/spmd-multinode.sh."""
+    from relax.config import ConfigError
+    from relax.orchestration.nodes import labels_of
+
+    try:
+        file, overrides = _split(words or [])
+        labels = labels_of(rank, file, overrides)
+    except ConfigError as error:
+        _fail(str(error), 2)
+    typer.echo(",".join(f"{name}={value}" for name, value in labels.items()))
+
+
 def _resolve(config: "RunConfig", cluster: Path, file: Path | None) -> None:
     """Print what would be where on a cluster that is only described; ends with 2 if something cannot work."""
     from relax.config.cluster import load_cluster

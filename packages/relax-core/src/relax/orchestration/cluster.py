@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 
 from relax.config import ConfigError, RunConfig
 from relax.orchestration.launcher import RoleFailed
+from relax.orchestration.nodes import await_nodes
 from relax.orchestration.plan import plan
 
 THREADS = {
@@ -91,7 +92,7 @@ def cluster(config: RunConfig, namespace: str) -> Iterator[Daemons]:
 
     Raises:
         RoleFailed: an embedded one did not start.
-        ConfigError: none is reached at `ray.address`.
+        ConfigError: none is reached at `ray.address`, or it has not `ray.nodes` nodes that are alike.
     """
     embedded = config.ray.address is None
     for name, value in (THREADS | EMBEDDED if embedded else THREADS).items():
@@ -118,6 +119,8 @@ def cluster(config: RunConfig, namespace: str) -> Iterator[Daemons]:
                 else:
                     _reach(config.ray.address)
                     init(address=config.ray.address)
+            if config.ray.nodes is not None:
+                await_nodes(ray.nodes, config.ray.nodes, config.ray.start_seconds)
             daemons.watch()
             serve.start(proxy_location="Disabled", logging_config={"log_level": "WARNING"})
             logging.getLogger("ray.serve").setLevel(logging.ERROR)
@@ -204,8 +207,9 @@ def _users(folder: Path) -> list[int]:
 
 
 def _sweep() -> None:
-    """Remove what embedded Rays left whose commands were killed."""
+    """Remove what embedded Rays left whose commands were killed: files, and for a minute two of its agents."""
     for folder in Path(tempfile.gettempdir()).glob(f"{FOLDER}*"):
         owner = folder.name.removeprefix(FOLDER).partition("-")[0]
         if owner.isdigit() and not Path("/proc", owner).exists():
+            _end_users(folder)
             shutil.rmtree(folder, ignore_errors=True)
