@@ -207,7 +207,7 @@ def _users(folder: Path) -> list[int]:
 
 
 def _sweep() -> None:
-    """Remove what embedded Rays left whose commands were killed: files, and for a minute two of its agents."""
+    """Remove what embedded Rays left whose commands were killed: files, and for a minute two agents."""
     for folder in Path(tempfile.gettempdir()).glob(f"{FOLDER}*"):
         owner = folder.name.removeprefix(FOLDER).partition("-")[0]
         if owner.isdigit() and not Path("/proc", owner).exists():
