@@ -99,12 +99,13 @@ class _Run:
     told_wires: set[str] = field(default_factory=set)
     losses: EngineLosses = field(default_factory=EngineLosses)
     ready: bool = False
-    """All roles were there once."""
+    """All roles were there once, or a step was done without those that are late."""
 
     def take(self, report: Report) -> None:
         match report.kind:
             case "step":
                 self.first_step_at = self.first_step_at or time.monotonic()
+                self.ready = True  # also where an engine is late: what was trained is worth a tidy end
                 step, metrics = report.data["step"], report.data["metrics"]
                 metrics["queue/waited"] = self.waited - self.told_waited
                 self.told_waited = self.waited
