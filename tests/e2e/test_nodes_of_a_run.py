@@ -39,7 +39,8 @@ class Node:
         self._family |= {one.pid: one for one in seen}
         return list(self._family.values())
 
-    def gone(self, seconds: float = 60.0) -> bool:
+    def gone(self, seconds: float = 150.0) -> bool:
+        """Two agents of Ray look for it for a minute."""
         _, alive = psutil.wait_procs(self.family(), timeout=seconds)
         return not [one for one in alive if one.status() != psutil.STATUS_ZOMBIE]
 
