@@ -165,6 +165,33 @@ async def test_an_engine_that_is_lost_is_not_waited_for(coordinator: dcs.Coordin
         publisher.close()
 
 
+async def test_versions_below_the_first_of_an_engine_pass_it_by_and_hold_nobody_up(
+    coordinator: dcs.CoordinatorProcess,
+) -> None:
+    """As in a replay of a run that the engine joined late."""
+    endpoint, settings = Endpoint(coordinator.address, "t"), WeightSettings(timeout_seconds=60)
+    publisher, late = WeightPublisher(endpoint, "r", tensors(0), settings), Engine()
+    layout = dcs.layout.of(tensors(0))
+    arrivals: list[Arrival] = []
+    task = asyncio.create_task(
+        follow(late, endpoint, "r", "engine-0", layout, settings, arrivals.append, 10_000)
+    )
+    try:
+        first = await publish_until_all_take(publisher, 0, {"engine-0"})
+        assert late.held == arrivals == []
+        for version in (first, 10_000, 10_001):
+            await asyncio.to_thread(publisher.publish, version, tensors(version))
+        stats = await asyncio.to_thread(publisher.settle)
+        assert stats is not None
+        assert stats.acked.keys() == {"engine-0"}
+        assert [float(held["b"][0]) for held in late.held] == [10_000.0, 10_001.0]
+        assert [arrival.version for arrival in arrivals] == [10_000, 10_001]
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        publisher.close()
+
+
 def test_the_first_version_has_none_before_it(coordinator: dcs.CoordinatorProcess) -> None:
     publisher = WeightPublisher(Endpoint(coordinator.address, "t"), "r", tensors(0), WeightSettings())
     try:

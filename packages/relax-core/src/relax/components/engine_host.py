@@ -15,10 +15,13 @@ from relax.engine.pool import PooledEngine
 
 
 class EngineHost:
-    """Owns an engine; `run` follows the weights until cancelled."""
+    """Owns an engine; `run` follows the weights until cancelled, from version `first` on."""
 
-    def __init__(self, context: RunContext, name: str, engine: PooledEngine, log: EngineLog) -> None:
+    def __init__(
+        self, context: RunContext, name: str, engine: PooledEngine, log: EngineLog, first: int = 0
+    ) -> None:
         self.name = name
+        self._first = first
         self.engine = engine
         self._context = context
         self._log = log
@@ -46,7 +49,9 @@ class EngineHost:
             settings=config.rollout,
             routes=config.actor.routing_replay,
         )
-        return cls(context, name, await engine_class(config.rollout.engine).create(spec), log)
+        commits = [what for kind, what in replay if kind == "commit"]
+        first = min(commits, default=0)  # it may have come late to the run that it replays
+        return cls(context, name, await engine_class(config.rollout.engine).create(spec), log, first)
 
     async def run(self) -> None:
         """Commit every version that is published. Ends only by being cancelled, or by a fault."""
@@ -66,6 +71,7 @@ class EngineHost:
             layout,
             context.config.weights,
             self._committed,
+            self._first,
         )
 
     def _committed(self, arrival: Arrival) -> None:

@@ -243,9 +243,12 @@ async def follow(
     layout: "dcs.Layout",
     settings: WeightSettings,
     committed: Callable[[Arrival], None] = lambda arrival: None,
+    first: int = 0,
 ) -> None:
     """Commit each new version in an engine until cancelled: staged and verified beside the decode loop,
     copied in between two decode steps, then acknowledged. `committed` is called before the acknowledgement.
+    Versions below `first` are acknowledged and nothing else: an engine that replays a run in which it came
+    later has to be as it was then.
     """
     subscriber = await asyncio.to_thread(subscribe, endpoint, run, name, layout, settings)
     version = -1
@@ -253,6 +256,10 @@ async def follow(
         while True:
             staged = await asyncio.to_thread(subscriber.next, after=version, timeout=POLL_SECONDS)
             if staged is None:
+                continue
+            if staged.version < first:
+                version = staged.version
+                await asyncio.to_thread(staged.ack)
                 continue
             await engine.begin_update(staged.version, staged.tensors)
             update = await engine.commit_update(staged.version)
