@@ -89,6 +89,12 @@ def test_layers_that_are_not_there_take_no_adapter(config, folders):
     assert "names ['up_proj']" in fault
 
 
+def test_a_head_that_is_the_embedding_too_takes_no_adapter(config, folders):
+    words = ("data.answer_column=a", "actor.lora.rank=2", "actor.lora.targets=[q_proj, lm_head]")
+    (fault,) = misfits(config(*words), folders["qwen3"])
+    assert fault.startswith("actor.lora.targets names ['lm_head'], whose weight is the embedding's, too")
+
+
 def test_a_described_cluster_is_told_of_them_too(config, folders):
     words = ("data.answer_column=a", "actor.lora.rank=2", "actor.lora.targets=[c_attn]")
     node = Node("n", cpus=8, gpus=0, gpu_memory=0, memory=2**36)
