@@ -147,6 +147,7 @@ def test_a_merged_export_equals_the_adapted_model_and_a_resume_goes_on_with_it(t
 
 
 def test_layers_that_are_not_there_get_no_adapter(text_folder: Path):
-    lora = LoraSettings(rank=2, targets=["q_proj", "qq_proj"])
-    with pytest.raises(SettingsError, match=r"names \['qq_proj'\]"):
-        TorchNative(text_folder, settings=SETTINGS, options=NativeOptions(lora=lora))
+    for wrong, message in (("qq_proj", r"names \['qq_proj'\]"), ("lm_head", "the embedding's, too")):
+        lora = LoraSettings(rank=2, targets=["q_proj", wrong])
+        with pytest.raises(SettingsError, match=message):
+            TorchNative(text_folder, settings=SETTINGS, options=NativeOptions(lora=lora))

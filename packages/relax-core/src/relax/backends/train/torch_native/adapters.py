@@ -5,7 +5,7 @@ the adapter's matrices `X.lora_A.default.weight` [rank, in] and `X.lora_B.defaul
 """
 
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -83,20 +83,40 @@ def check_adapters(model: nn.Module, settings: LoraSettings) -> None:
     """See whether a model, which may be without weights, can be given adapters.
 
     Raises:
-        SettingsError: peft is not installed, or no linear layer has a name of `targets`.
+        SettingsError: peft is not installed, no linear layer has a name of `targets`, or one has its weight
+            in common with the embedding.
     """
     if importlib.util.find_spec("peft") is None:
         raise SettingsError(
             f"actor.lora.rank = {settings.rank} needs peft, which is not installed: pip install "
             f"'relax-core[lora]', or set actor.lora.rank=0"
         )
-    last = {name.rpartition(".")[2] for name, m in model.named_modules() if isinstance(m, nn.Linear)}
+    linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    tied = _tied(model, linear)
+    last = {name.rpartition(".")[2] for name in linear}
     missing = sorted(set(settings.targets) - last)
     if missing:
         raise SettingsError(
             f"actor.lora.targets names {missing}, and the model has no linear layers of that name; it "
-            f"has {', '.join(sorted(last))}"
+            f"has {', '.join(sorted(last - tied))}"
         )
+    both = sorted(tied & set(settings.targets))
+    if both:
+        raise SettingsError(
+            f"actor.lora.targets names {both}, whose weight is the embedding's, too (tie_word_embeddings): an "
+            f"adapter would be of one of the two, and engines have one weight for both; leave it out, or untie "
+            f"the model"
+        )
+
+
+def _tied(model: nn.Module, linear: Mapping[str, nn.Module]) -> set[str]:
+    """The last parts of the names of linear layers whose weight an embedding has, too."""
+    shared = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    found = {name.rpartition(".")[2] for name, module in linear.items() if id(module.weight) in shared}
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    if getattr(model.config, "tie_word_embeddings", False) and head is not None:  # tied when it is loaded
+        found |= {name.rpartition(".")[2] for name, module in linear.items() if module is head}
+    return found
 
 
 def own_name(name: str) -> str | None:
