@@ -1,6 +1,6 @@
 """A plain PyTorch trainer, and a SGLang server that has its weights after every step.
 
-    python -m sglang.launch_server --model-path MODEL --port 30000
+    python -m sglang.launch_server --model-path MODEL --dtype float32 --port 30000
     python recipes/dcs_pytorch_sglang.py MODEL http://127.0.0.1:30000
 
 Here all parts of dcs run in one process. Across machines `dcs serve` runs anywhere, the publisher in the

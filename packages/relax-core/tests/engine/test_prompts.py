@@ -1,4 +1,5 @@
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -148,3 +149,29 @@ def test_rows_may_come_from_a_function(tmp_path: Path, monkeypatch: pytest.Monke
     assert list(read_rows(DataSettings(path="my_rows:make"))) == [{"prompt": "x"}]
     with pytest.raises(ConfigError, match="my_rows"):
         read_rows(DataSettings(path="my_rows:missing"))
+
+
+def test_relative_paths_of_media_are_of_the_data_files_folder(tmp_path, monkeypatch):
+    """Wherever the run is started from."""
+    row = {
+        "messages": [
+            {"role": "user", "content": [{"type": "audio", "audio": "a.wav"}, {"type": "text", "text": "?"}]}
+        ],
+        "images": ["media/1.png", "/there/2.png", "data:image/png;base64,AAAA", "file:///3.png", b"PNG"],
+        "video": {"path": "v.mp4", "bytes": None},
+    }
+    data = tmp_path / "rows.jsonl"
+    data.write_text("")
+    monkeypatch.chdir(tmp_path.parent)
+    for path in (str(data), os.path.relpath(data)):
+        settings = DataSettings(
+            path=path, messages_column="messages", image_column="images", video_column="video"
+        )
+        (message,) = messages_of(row, settings)
+        assert [part[part["type"]] for part in message["content"]] == [
+            str(tmp_path / "media/1.png"),
+            *row["images"][1:],
+            {"path": str(tmp_path / "v.mp4"), "bytes": None},
+            str(tmp_path / "a.wav"),
+            "?",
+        ]

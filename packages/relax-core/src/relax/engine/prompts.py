@@ -17,6 +17,8 @@ import numpy as np
 from relax.config.base import ConfigError
 from relax.config.inputs import DataSettings
 
+_MEDIA = ("image", "video", "audio")
+_ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:")
 FORMATS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 
 
@@ -129,7 +131,8 @@ def prompt_of(rows: Sequence[Mapping[str, Any]], index: int, settings: DataSetti
 
 
 def messages_of(row: Mapping[str, Any], settings: DataSettings) -> list[dict[str, Any]]:
-    """The chat messages of a row, media in the places of their placeholders, such as `<image>`.
+    """The chat messages of a row, media in the places of their placeholders, such as `<image>`. A relative
+    path of a medium is one from the folder of the data file.
 
     Raises:
         ValueError: a column is missing or empty, or holds no messages; more placeholders than media.
@@ -145,7 +148,12 @@ def messages_of(row: Mapping[str, Any], settings: DataSettings) -> list[dict[str
         _check_text(message["content"])
     if settings.system_prompt:
         messages.insert(0, {"role": "system", "content": settings.system_prompt})
-    columns = {kind: _items(_cell(row, column)) for kind, column in settings.media_columns.items()}
+    folder = _folder(settings)
+    messages = [{**message, "content": _at(message["content"], folder)} for message in messages]
+    columns = {
+        kind: [_beside(item, folder) for item in _items(_cell(row, column))]
+        for kind, column in settings.media_columns.items()
+    }
     if columns:
         placing = _Placing(columns, settings.audio_in_video)
         messages = [placing.placed(message) for message in messages]
@@ -193,6 +201,33 @@ def _items(cell: Any) -> list[Any]:
     if cell is None:
         return []
     return list(cell) if isinstance(cell, list | tuple) else [cell]
+
+
+def _folder(settings: DataSettings) -> Path | None:
+    """Where the data file lies; None for data that is no file."""
+    path = Path(settings.path or "")
+    return path.absolute().parent if path.is_file() else None
+
+
+def _beside(source: Any, folder: Path | None) -> Any:
+    """A medium whose relative path is one from the data file's folder; any other as it is."""
+    if isinstance(source, Mapping) and source.get("bytes") is None and isinstance(source.get("path"), str):
+        return {**source, "path": _beside(source["path"], folder)}
+    if folder is None or not isinstance(source, str) or _ADDRESS.match(source):
+        return source
+    return str(folder / source)
+
+
+def _at(content: Any, folder: Path | None) -> Any:
+    """The content of a message, its media as `_beside` gives them."""
+    if not isinstance(content, list | tuple):
+        return content
+    return [
+        {**part, part["type"]: _beside(part[part["type"]], folder)}
+        if isinstance(part, Mapping) and part.get("type") in _MEDIA and part["type"] in part
+        else part
+        for part in content
+    ]
 
 
 class _Placing:

@@ -103,9 +103,9 @@ def check_adapters(model: nn.Module, settings: LoraSettings) -> None:
     both = sorted(tied & set(settings.targets))
     if both:
         raise SettingsError(
-            f"actor.lora.targets names {both}, whose weight is the embedding's, too (tie_word_embeddings): an "
-            f"adapter would be of one of the two, and engines have one weight for both; leave it out, or untie "
-            f"the model"
+            f"actor.lora.targets names {both}, whose weight is the embedding's, too (tie_word_embeddings): "
+            f"an adapter would be of one of the two, and engines have one weight for both; leave it out, or "
+            f"untie the model"
         )
 
 
