@@ -246,7 +246,7 @@ async def test_what_cannot_be_shown_is_refused_by_name_and_the_server_lives(
         await put(engine, oracle, 0)
         for media, tokens, message in (
             ([first], None, "5 image placeholder tokens, its 1 media items stand for 4"),
-            ([second, first], None, r"runs of \[4, 1\], and its pictures take \[1, 4\]"),
+            ([second, first], None, r"'picture': image 1 needs a run of 4 .* images of \[1, 4\]"),
             ([noisy, second], None, "item 0 of request 'picture': its pixel_values are no picture of 8 bits"),
             ([first, {"kind": "audio", "input_features": np.zeros(3)}], None, "item 1 .* has kind 'audio'"),
             ([first, second], good.tokens[:40], "'picture' has"),
