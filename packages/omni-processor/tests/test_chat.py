@@ -199,3 +199,18 @@ def test_a_new_message_may_bring_an_image_and_history_images_need_no_source(proc
 
     bare = [{"role": "user", "content": [{"type": "image"}, "what?"]}, *answered[1:]]
     np.testing.assert_array_equal(processor.template_suffix(bare, new, sampled=sampled).tokens, suffix.tokens)
+
+
+@pytest.mark.parametrize("word", ["video", "vidoes", "imagse", "audio", "use_audio_in_vidoe", "tool"])
+def test_a_misspelt_argument_is_no_word_for_the_template(processor, word):
+    for messages in ("a <video>", HISTORY):
+        with pytest.raises(TypeError, match=rf"no argument '{word}'; did you mean '\w+'"):
+            processor(messages, **{word: ["a.mp4"]})
+    with pytest.raises(TypeError, match="did you mean"):
+        processor.template_suffix(HISTORY, RESULT, **{word: 1})
+
+
+def test_a_plain_string_has_no_template_to_take_other_words(processor):
+    with pytest.raises(TypeError, match="goes through no template"):
+        processor("hello", enable_thinking=False)
+    assert len(processor(HISTORY[:1], enable_thinking=False).tokens)

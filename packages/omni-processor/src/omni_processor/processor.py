@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
@@ -136,7 +137,9 @@ class OmniProcessor:
         Raises:
             MessageError, TemplateError: the conversation, or the template on it.
             MediaError: one item cannot be used; the kinds are in `omni_processor.errors`.
+            TypeError: an argument is a misspelt one, or for the template that a plain string does not have.
         """
+        _check_words(template_kwargs, templated=not isinstance(messages, str))
         columns = Columns(images=images, audios=audios, videos=videos)
         for kind in columns.kinds():
             if kind not in self._modalities:
@@ -185,7 +188,9 @@ class OmniProcessor:
         Raises:
             TemplateRewritesHistory: the template renders earlier turns differently now, so appending would be
                 wrong.
+            TypeError: an argument is a misspelt one.
         """
+        _check_words(template_kwargs, templated=True)
         if not new_messages:
             raise MessageError("there is no new message to append")
         history = None
@@ -289,3 +294,17 @@ def _end_tokens(generation: Mapping[str, Any], tokenizer: Any) -> tuple[int, ...
             "neither generation_config.json nor the tokenizer names an end token: set tokenizer.eos_token"
         )
     return tuple(unique)
+
+
+def _check_words(words: Mapping[str, Any], *, templated: bool) -> None:
+    """Refuse what a template would swallow without a word: `video=` instead of `videos=` shows nothing."""
+    own = ("images", "audios", "videos", "use_audio_in_video", "add_generation_prompt", "tools")
+    for word in words:
+        near = difflib.get_close_matches(word, own, 1, 0.8)
+        if near:
+            raise TypeError(f"there is no argument {word!r}; did you mean {near[0]!r}?")
+        if not templated:
+            raise TypeError(
+                f"there is no argument {word!r}, and a plain string goes through no template that might take "
+                f"it; give messages, or leave it out"
+            )
