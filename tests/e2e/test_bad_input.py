@@ -123,8 +123,13 @@ def test_a_model_folder_without_a_tokenizer(refused_without_a_trace: Refused, tm
     assert "has no config.json" in refused_without_a_trace(QUICK, f"model={folder}")
 
 
-def test_a_resume_of_nothing(refused: Refused, tmp_path: Path) -> None:
-    assert "no run lies there" in refused("--resume", str(tmp_path / "none"))
+@pytest.mark.parametrize("asked", ["--resume", "--replay"])
+def test_a_run_that_is_not_there(refused: Refused, tmp_path: Path, asked: str) -> None:
+    assert "no run lies there" in refused(asked, str(tmp_path / "none"))
+
+
+def test_an_equals_sign_between_spaces(refused: Refused) -> None:
+    assert "a word is key=value" in refused(QUICK, "steps", "=", "5")
 
 
 def test_a_name_that_is_taken(refused: Refused, tmp_path: Path) -> None:

@@ -130,3 +130,11 @@ def test_another_reward_does_not_inherit_the_arguments_of_the_one_in_the_file(tm
     assert load(file, ["reward=math"]).reward.kwargs == {}
     assert load(file, ["reward.name=math", "reward.kwargs.timeout=2"]).reward.kwargs == {"timeout": 2}
     assert load(file, ["reward.kwargs.length=8"]).reward.kwargs == {"character": "7", "length": 8}
+
+
+def test_a_folder_is_no_configuration_file(tmp_path):
+    with pytest.raises(ConfigError, match=r"is a folder, and no configuration file$"):
+        load(tmp_path)
+    (tmp_path / "config.yaml").write_text("")
+    with pytest.raises(ConfigError, match=r"; .*config\.yaml is there$"):
+        load(tmp_path)

@@ -110,6 +110,10 @@ def _read(file: Path) -> dict[str, Any]:
         near = difflib.get_close_matches(file.name, [p.name for p in file.parent.glob("*.yaml")], 1)
         hint = f"; {file.parent / near[0]} is there" if near else ""
         raise ConfigError(f"no configuration file {file}{hint}") from None
+    except IsADirectoryError:
+        inside = file / "config.yaml"
+        hint = f"; {inside} is there" if inside.is_file() else ""
+        raise ConfigError(f"{file} is a folder, and no configuration file{hint}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{file} cannot be read: {error}") from None
     except yaml.YAMLError as error:

@@ -63,6 +63,8 @@ def _train(words: list[str], resume: Path | None, replay: Path | None) -> None:
         name = folder.path.name
     else:
         if replay is not None:
+            if file is None and not (replay / "config.yaml").is_file():
+                raise ConfigError(f"--replay {replay}: no run lies there (no config.yaml)")
             file = file or replay / "config.yaml"
             overrides = ["run.name=null", *overrides]  # a replay is a run of its own
         config = load(file, overrides)
@@ -218,6 +220,9 @@ def _split(words: list[str]) -> tuple[Path | None, list[str]]:
     """The configuration file and the key=value words; the file is the one word without an equals sign."""
     from relax.config import ConfigError
 
+    for word in words:
+        if not word.partition("=")[0] and word:
+            raise ConfigError("there are spaces around an equals sign; a word is key=value, without them")
     files = [word for word in words if "=" not in word]
     if len(files) > 1:
         raise ConfigError(
