@@ -37,13 +37,12 @@ def left_behind(before: set[str], within: float = 20.0) -> list[str]:
 
 def mapped() -> set[str]:
     """Shared memory that a process has mapped. What was run has ended, so it is not one of its processes."""
-    found = set[str]()
+    inodes = set[int]()  # a semaphore was mapped under another name
     for maps in Path("/proc").glob("[0-9]*/maps"):
         with contextlib.suppress(OSError):  # it has just ended
-            found |= {
-                line.split(maxsplit=5)[5] for line in maps.read_text().splitlines() if " /dev/shm/" in line
-            }
-    return found
+            inodes |= {int(line.split()[4]) for line in maps.read_text().splitlines() if " /dev/shm/" in line}
+    with os.scandir("/dev/shm") as files:
+        return {file.path for file in files if file.inode() in inodes}
 
 
 def surroundings() -> set[str]:

@@ -170,10 +170,13 @@ def _started(model: Path, libcuda: Path, arguments: tuple[str, ...]) -> SglangSe
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """End the server and its children, which have names of their own but are of its session."""
+    """End the server and its children, which have names of their own but are of its session, and remove the
+    semaphores and counters that it would remove itself.
+    """
     children: list[psutil.Process] = []
     with suppress(psutil.NoSuchProcess):
         children = psutil.Process(process.pid).children(recursive=True)
+    shared = _shared([process.pid, *(child.pid for child in children)])
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     for child in children:
@@ -181,6 +184,20 @@ def _end(process: subprocess.Popen[str]) -> None:
             child.kill()
     psutil.wait_procs(children, timeout=30)
     process.wait(30)
+    for path in shared:
+        with suppress(FileNotFoundError):
+            os.unlink(path)
+
+
+def _shared(processes: list[int]) -> list[str]:
+    """The files in /dev/shm that these have mapped: by inode, as a semaphore is mapped under another name."""
+    inodes = set[int]()
+    for pid in processes:
+        with suppress(OSError):
+            lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+            inodes |= {int(line.split()[4]) for line in lines if " /dev/shm/" in line}
+    with os.scandir("/dev/shm") as files:
+        return [file.path for file in files if file.inode() in inodes]
 
 
 MOE_ON_CPUS = """
