@@ -23,7 +23,7 @@ SMALL = (
     "ray.num_cpus=2",
 )
 RAYS_OWN = (44217, 44227)
-"""Ports of Ray's metrics, which every Ray of a machine takes when they are free: other tests run some, too."""
+"""Ports of Ray's metrics, which any Ray of the machine takes while they are free: other tests run some."""
 GONE_SECONDS = 90.0
 """After the command was killed, for all that it had started: two agents of Ray look for it for a minute."""
 
