@@ -1,11 +1,13 @@
 """Whole runs at small size: in this process by the local launcher, and on Ray by the command line."""
 
+import importlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,6 +54,16 @@ class Run:
         files = sorted((self.folder / "schedule").glob("segment-*/actor.jsonl"))
         entries = [json.loads(line) for file in files for line in file.read_text().splitlines()]
         return [(entry["step"], entry["ordinals"]) for entry in entries]
+
+
+@pytest.fixture
+def plan(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """What goes wrong in the engines of this test."""
+    monkeypatch.syspath_prepend(Path(__file__).parent / "breaking")
+    found = importlib.import_module("breaking_engine").PLAN
+    found.faults, found.made = deque(), 0
+    yield found
+    found.faults.clear()
 
 
 @pytest.fixture(scope="session", autouse=True)

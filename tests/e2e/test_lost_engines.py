@@ -1,8 +1,7 @@
 """Engines that die or stall in the middle of a run: it goes on, and every sample is trained exactly once."""
 
-import importlib
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +17,6 @@ SMALL = (
     "rollout.max_new_tokens=16",
     "rollout.stall_seconds=2",
 )
-
-
-@pytest.fixture
-def plan(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """What goes wrong in the engines of this test."""
-    monkeypatch.syspath_prepend(Path(__file__).parent / "breaking")
-    found = importlib.import_module("breaking_engine").PLAN
-    found.faults, found.made = deque(), 0
-    yield found
-    found.faults.clear()
 
 
 def events(run: Any, name: str) -> list[dict[str, Any]]:

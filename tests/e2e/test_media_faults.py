@@ -1,10 +1,9 @@
 """Runs with sound and video in which something goes wrong: rows, engines, memory, a stop in between."""
 
-import importlib
 import io
 import json
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -94,16 +93,6 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
         return path
 
     return made
-
-
-@pytest.fixture
-def plan(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """What goes wrong in the engines of this test."""
-    monkeypatch.syspath_prepend(Path(__file__).parent / "breaking")
-    found = importlib.import_module("breaking_engine").PLAN
-    found.faults, found.made = deque(), 0
-    yield found
-    found.faults.clear()
 
 
 def exact(run: Any, steps: int, put: list[Sample]) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+from relax.backends.inference.sglang.guard import mapped
 
 pytestmark = pytest.mark.timeout(600)  # a start of Ray and all roles is half a minute on an idle machine
 Start = Callable[..., Any]
@@ -30,17 +31,14 @@ def left_behind(before: set[str], within: float = 20.0) -> list[str]:
     memory: other tests, which may run at the same time, have some, for a moment or as long as a server runs.
     """
     deadline = time.monotonic() + within
-    while (left := sorted(surroundings() - before - mapped())) and time.monotonic() < deadline:
+    while (left := sorted(surroundings() - before - in_use())) and time.monotonic() < deadline:
         time.sleep(0.1)
     return left
 
 
-def mapped() -> set[str]:
+def in_use() -> set[str]:
     """Shared memory that a process has mapped. What was run has ended, so it is not one of its processes."""
-    inodes = set[int]()  # a semaphore was mapped under another name
-    for maps in Path("/proc").glob("[0-9]*/maps"):
-        with contextlib.suppress(OSError):  # it has just ended
-            inodes |= {int(line.split()[4]) for line in maps.read_text().splitlines() if " /dev/shm/" in line}
+    inodes = set[int]().union(*map(mapped, psutil.pids()))
     with os.scandir("/dev/shm") as files:
         return {file.path for file in files if file.inode() in inodes}
 

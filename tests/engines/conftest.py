@@ -19,6 +19,7 @@ from typing import Any
 
 import psutil
 import pytest
+from relax.backends.inference.sglang.guard import mapped
 
 ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / ".engines" / "sglang" / "bin" / "python"
@@ -190,12 +191,8 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 
 def _shared(processes: list[int]) -> list[str]:
-    """The files in /dev/shm that these have mapped: by inode, as a semaphore is mapped under another name."""
-    inodes = set[int]()
-    for pid in processes:
-        with suppress(OSError):
-            lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
-            inodes |= {int(line.split()[4]) for line in lines if " /dev/shm/" in line}
+    """The files in /dev/shm that these have mapped."""
+    inodes = set[int]().union(*map(mapped, processes))
     with os.scandir("/dev/shm") as files:
         return [file.path for file in files if file.inode() in inodes]
 
